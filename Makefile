@@ -1,0 +1,32 @@
+# Two commands set everything up: `make demo` and `make test`. Both make .venv on first use.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin
+
+.PHONY: demo test test-full check bench setup clean
+
+demo: $(VENV)/.ready
+	$(RUN)/mlfabric demo
+
+test: check
+	$(RUN)/python -m pytest -m "not full"
+
+test-full: check
+	$(RUN)/python -m pytest
+
+check: $(VENV)/.ready
+	$(RUN)/ruff format --check .
+	$(RUN)/ruff check .
+	$(RUN)/mypy
+
+bench: $(VENV)/.ready
+	$(RUN)/mlfabric bench plan
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt scripts/bootstrap
+	PYTHON=$(PYTHON) VENV=$(VENV) bash scripts/bootstrap
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis dist build
