@@ -12,7 +12,6 @@ import os
 import sys
 from typing import Any
 
-
 import typer
 from typer.core import TyperGroup
 
@@ -25,10 +24,10 @@ GROUPS: dict[str, tuple[str, str]] = {}
 class _LazyGroup(TyperGroup):
     """A command group that imports its sub-groups only when one of them is called."""
 
-    def list_commands(self, ctx: typer.Context) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:
         return [*super().list_commands(ctx), *sorted(GROUPS)]
 
-    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in GROUPS:
             return super().get_command(ctx, cmd_name)
         module, _ = GROUPS[cmd_name]

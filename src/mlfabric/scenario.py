@@ -53,16 +53,12 @@ def _decode(kind: type, written: Any) -> Any:
     raise NotImplementedError(kind)
 
 
-class _Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    pass
-
-
-class NetworkSpec(_Spec, kw_only=True):
+class NetworkSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     rate: WireRate = WireRate(1e9)  # of every host link that states none
     queue: Size = Size(256_000)  # bytes a link's queue holds before it drops
 
 
-class HostSpec(_Spec, kw_only=True):
+class HostSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One host, or `count` of them called name0, name1, ..."""
 
     name: str
@@ -77,7 +73,7 @@ class HostSpec(_Spec, kw_only=True):
     delay: Seconds = Seconds(0)  # one-way, each direction
 
 
-class RackSpec(_Spec, kw_only=True):
+class RackSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One rack, or `count` of them. Its uplink is given, or follows from its hosts by oversubscription."""
 
     name: str
@@ -89,7 +85,7 @@ class RackSpec(_Spec, kw_only=True):
     queue: Size | None = None
 
 
-class JobSpec(_Spec, kw_only=True):
+class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One training job. Places are host names or patterns; an empty list means none."""
 
     name: str = "job"
@@ -116,14 +112,14 @@ class JobSpec(_Spec, kw_only=True):
     momentum: float = 0.0
 
 
-class RateStep(_Spec, kw_only=True):
+class RateStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     at: Seconds
     rate: WireRate | None = None
     up: WireRate | None = None
     down: WireRate | None = None
 
 
-class TraceSpec(_Spec, kw_only=True):
+class TraceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How links change: redrawn from `choose` (shares of nominal) every `every`, or set by `steps`."""
 
     hosts: tuple[str, ...] = ("*",)
@@ -133,7 +129,7 @@ class TraceSpec(_Spec, kw_only=True):
     steps: tuple[RateStep, ...] = ()
 
 
-class StragglerSpec(_Spec, kw_only=True):
+class StragglerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Each step of these hosts is delayed with `probability` by `delay` (a range) nominal compute times."""
 
     hosts: tuple[str, ...] = ("*",)
@@ -141,7 +137,7 @@ class StragglerSpec(_Spec, kw_only=True):
     delay: tuple[float, float]
 
 
-class FaultSpec(_Spec, kw_only=True):
+class FaultSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     at: Seconds
     do: Literal["kill", "restart", "pause", "resume", "cut", "heal", "drain"]
     host: str | None = None
@@ -150,7 +146,7 @@ class FaultSpec(_Spec, kw_only=True):
     lasts: Seconds | None = None  # undone by itself after this time
 
 
-class BackgroundSpec(_Spec, kw_only=True):
+class BackgroundSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Traffic of others: a stream between two hosts."""
 
     source: str
@@ -160,7 +156,7 @@ class BackgroundSpec(_Spec, kw_only=True):
     stop: Seconds | None = None
 
 
-class OfferSpec(_Spec, kw_only=True):
+class OfferSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An update waiting for leave to be sent, for `mlfabric plan`."""
 
     worker: str
@@ -170,14 +166,14 @@ class OfferSpec(_Spec, kw_only=True):
     norm: float = 1.0
 
 
-class SituationSpec(_Spec, kw_only=True):
+class SituationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where the job stands, for `mlfabric plan`."""
 
     version: int = 0
     pending_norm: float = 0.0  # movement of the model its replica has not seen, relative to the model
 
 
-class Scenario(_Spec, kw_only=True):
+class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A whole scenario file. `load` reads one."""
 
     name: str = ""
@@ -467,7 +463,7 @@ def _complaints(scenario: Scenario) -> Iterator[tuple[tuple[str | int, ...], str
         if offer.version < 0 or offer.version > scenario.situation.version:
             yield (
                 ("offers", i, "version"),
-                f"version {offer.version} is not within 0 and the model's version {scenario.situation.version}",
+                f"version {offer.version} is not within 0 and the model's {scenario.situation.version}",
             )
 
 
@@ -566,13 +562,7 @@ def _line_of(text: str, path: tuple[str | int, ...]) -> int:
         depth = 0
         while depth < min(len(here), len(path)) and here[depth] == path[depth]:
             depth += 1
-        if (
-            depth == len(here)
-            and depth > best_depth
-            or depth > 0
-            and depth > best_depth
-            and len(path) == depth
-        ):
+        if depth > best_depth and depth in (len(here), len(path)):
             best, best_depth = number, depth
     return best
 

@@ -40,7 +40,7 @@ class Rack:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Who is where, and how fast each link is believed to be. Values only; `with_host` gives a changed copy."""
+    """Who is where, and how fast each link is believed to be; `with_host` gives a changed copy."""
 
     hosts: Mapping[str, Host] = field(default_factory=dict)
     racks: Mapping[str, Rack] = field(default_factory=dict)
