@@ -1,0 +1,133 @@
+"""What happens to a role, and the log that every run can write.
+
+A role is fed events and answers with actions (`mlfabric.roles.actions`). Both go into the event log, each
+with the id of its cause, so that one update's story is one query, and so that a log replayed through the
+pure roles must yield the same actions. Everything here is a value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from mlfabric.messages import ControlMessage, JobSettings, RuleSpec, TransferAbout
+
+
+class Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """What every event derives from; events are named in the past tense."""
+
+
+class MessageReceived(Event, frozen=True):
+    sender: str  # node
+    message: ControlMessage
+
+
+class TransferArriving(Event, frozen=True):
+    """The header of a bulk transfer came; the role accepts or refuses its bytes."""
+
+    transfer: str
+    sender: str
+    size_bytes: int
+    about: TransferAbout
+
+
+class TransferFinished(Event, frozen=True):
+    """All bytes of an accepted transfer are in their buffer."""
+
+    transfer: str
+
+
+class TransferSent(Event, frozen=True):
+    """All bytes of an outgoing transfer have left this process; its buffer is no longer needed for it."""
+
+    transfer: str
+
+
+class TransferFailed(Event, frozen=True):
+    """An incoming or outgoing transfer broke off."""
+
+    transfer: str
+    reason: str
+
+
+class PeerLost(Event, frozen=True):
+    node: str
+    reason: str
+
+
+class DeadlinePassed(Event, frozen=True):
+    """The time a role asked for with `next_deadline` has come."""
+
+
+class StepMeasured(Event, frozen=True):
+    """The step a server asked for is computed and staged, not applied."""
+
+    shard: int
+    step_norm: float
+    divergence: float  # ||w + step - replica|| / ||w + step||; zero where nothing is compared
+    weights_norm: float
+
+
+# --- from the application ---------------------------------------------------------------------------------
+
+
+class JoinRequested(Event, frozen=True):
+    """The node is up and wants to be a member."""
+
+
+class PublishRequested(Event, frozen=True):
+    buffer: str
+    arrays: tuple[Any, ...]
+    rule: RuleSpec
+    settings: JobSettings
+    elements: int
+    dtype: str
+    state_vectors: int = 0
+    version: int = 0
+
+
+class UpdateSubmitted(Event, frozen=True):
+    update: str
+    buffer: str
+    size_bytes: int
+    norm: float
+
+
+class PullRequested(Event, frozen=True):
+    pull: str
+    with_state: bool = False
+
+
+class DurabilityRequested(Event, frozen=True):
+    update: str
+
+
+class ReduceRequested(Event, frozen=True):
+    operation: int
+    buffer: str
+    elements: int
+    dtype: str
+    itemsize: int
+
+
+class LeaveRequested(Event, frozen=True):
+    pass
+
+
+# --- the log ----------------------------------------------------------------------------------------------
+
+
+class LogRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line of the event log."""
+
+    id: str  # "node:count"
+    cause: str  # id of what led to it, empty where nothing did
+    node: str
+    role: str
+    at_s: float  # host time
+    offset_s: float  # estimated offset of the host's clock to the scheduler's
+    uncertainty_s: float
+    kind: str  # "role" (a role began), "event" (fed to the role) or "action" (what the role answered)
+    type: str
+    record: Any

@@ -1,0 +1,551 @@
+"""What members of a fabric tell each other: small typed records, and the headers of bulk transfers.
+
+Control messages are msgspec structs with a tag, never pickles. Bulk bytes follow a `TransferHeader` and go
+from buffer to buffer; their header says what they are about. Names used throughout:
+
+- node: one process of the fabric, unique by name; host: the machine it runs on, owner of links;
+- update: "w0#12", the twelfth update of worker w0; number: its place in the job's order of application;
+- shard: a contiguous range of the model's elements with one leader (a server) and perhaps a replica;
+- version: (epoch, count), count the updates applied, epoch raised by every fail-over of the shard.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """What every record on the wire derives from; its tag is the class name."""
+
+
+class Version(msgspec.Struct, frozen=True, array_like=True, order=True):
+    epoch: int
+    count: int
+
+    def __str__(self) -> str:
+        return str(self.count) if self.epoch == 0 else f"{self.epoch}:{self.count}"
+
+
+class ShardRange(msgspec.Struct, frozen=True):
+    """One shard as workers see it: which elements, who leads, since which epoch."""
+
+    index: int
+    start: int  # first element
+    count: int  # elements
+    leader: str  # node
+    epoch: int = 0
+    replica: str | None = None  # node
+
+
+class JobSettings(msgspec.Struct, frozen=True):
+    """How a job wants its updates treated; the publisher's count for everybody."""
+
+    max_delay: int | None = None  # None: chosen from the number of workers ("auto")
+    unbounded: bool = False  # no delay bound at all
+    divergence: float | None = None  # None: no replica
+    shards: int = 1
+    in_flight: int = 1
+    aggregate: bool = True
+    policy: str = "mlfabric"
+
+
+class ArraySpec(msgspec.Struct, frozen=True):
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class RuleSpec(msgspec.Struct, frozen=True):
+    """The rule a server applies updates by: a name of `mlfabric.numerics` and plain settings."""
+
+    name: str
+    settings: dict[str, float] = {}
+
+
+# --- membership -------------------------------------------------------------------------------------------
+
+
+class MemberInfo(msgspec.Struct, frozen=True):
+    node: str
+    host: str
+    address: str  # "ip:port", empty in the simulator
+    roles: tuple[str, ...]  # of "worker", "aggregator", "server", "replica"
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    job: str = "job"
+    rack: str | None = None
+
+
+class Join(Message, frozen=True):
+    member: MemberInfo
+    expected: int = 0  # nodes the job is known to have; 0: unknown
+
+
+class JoinAccepted(Message, frozen=True):
+    label: str  # the worker's name in update ids; a second life of a name gets another one
+    scheduler: str
+
+
+class JoinRefused(Message, frozen=True):
+    reason: str
+
+
+class Members(Message, frozen=True):
+    """Everybody there is, after a change."""
+
+    members: tuple[MemberInfo, ...]
+
+
+class Leave(Message, frozen=True):
+    node: str
+
+
+class Heartbeat(Message, frozen=True):
+    sent_s: float  # sender's clock
+
+
+class HeartbeatSeen(Message, frozen=True):
+    sent_s: float
+    seen_s: float  # scheduler's clock
+
+
+class NodeLost(Message, frozen=True):
+    """The scheduler's word that a node is gone, for those without a connection to it."""
+
+    node: str
+    reason: str
+
+
+# --- the model --------------------------------------------------------------------------------------------
+
+
+class PublishWanted(Message, frozen=True):
+    arrays: tuple[ArraySpec, ...]
+    rule: RuleSpec
+    settings: JobSettings
+    elements: int
+    dtype: str
+    state_vectors: int = 0  # optimizer vectors that come along, when a checkpoint is resumed
+    version: int = 0
+
+
+class PublishFirst(Message, frozen=True):
+    """To the first caller: send the initial values of these shards to their leaders."""
+
+    shards: tuple[ShardRange, ...]
+
+
+class PublishRefused(Message, frozen=True):
+    reason: str
+
+
+class JobReady(Message, frozen=True):
+    """The model is in place; training may begin."""
+
+    shards: tuple[ShardRange, ...]
+    arrays: tuple[ArraySpec, ...]
+    rule: RuleSpec
+    settings: JobSettings
+    dtype: str  # of the model as one vector
+
+
+class LeadShard(Message, frozen=True):
+    """To a node: be the server of this shard; its values follow, or are there already after a promotion."""
+
+    shard: ShardRange
+    rule: RuleSpec
+    settings: JobSettings
+    dtype: str
+    scheduler: str
+
+
+class FollowShard(Message, frozen=True):
+    """To a node: be the replica of this shard."""
+
+    shard: ShardRange
+    rule: RuleSpec
+    settings: JobSettings
+    dtype: str
+    scheduler: str
+
+
+class ReplicaAssigned(Message, frozen=True):
+    """To a leader: this node follows from now on; None: the replica is gone."""
+
+    shard: int
+    replica: str | None
+    reason: str = ""
+
+
+class ShardReady(Message, frozen=True):
+    shard: int
+    epoch: int
+    replica_filled: bool
+
+
+class Promote(Message, frozen=True):
+    shard: int
+    epoch: int
+    reason: str
+
+
+class AppliedIds(msgspec.Struct, frozen=True):
+    """Ids applied: per worker, all below `floor` are settled; of those above, exactly the listed are applied."""
+
+    floor: dict[str, int] = {}
+    above: dict[str, tuple[int, ...]] = {}
+
+
+class Promoted(Message, frozen=True):
+    shard: int
+    epoch: int
+    version: int
+    applied: AppliedIds
+    state_version: int
+
+
+class LeaderChanged(Message, frozen=True):
+    """To all: the shard has a new leader. `applied` tells each worker which of its updates survived."""
+
+    shard: ShardRange
+    version: int
+    applied: AppliedIds
+    reason: str
+
+
+class JobFailed(Message, frozen=True):
+    reason: str
+
+
+# --- updates ----------------------------------------------------------------------------------------------
+
+
+class OfferUpdate(Message, frozen=True):
+    update: str
+    size_bytes: int
+    bases: tuple[Version, ...]  # per shard, of the model it was computed from
+    norm: float
+    floor: int  # this worker's updates below are settled and durable
+    shards: tuple[int, ...]  # parts still wanted: all, or those a fail-over left open
+    again: str = ""  # why it is offered again
+
+
+class PartRoute(msgspec.Struct, frozen=True):
+    shard: int
+    node: str
+    role: str
+    rate_bytes_per_s: float
+    start_in_s: float
+    epoch: int
+    group: str | None = None
+
+
+class Grant(Message, frozen=True):
+    update: str
+    number: int
+    weight: float
+    parts: tuple[PartRoute, ...]
+    reason: str
+
+
+class TransferRefused(Message, frozen=True):
+    """To whoever sends bulk bytes: they are not wanted, stop."""
+
+    transfer: str
+    reason: str
+
+
+class DropUpdate(Message, frozen=True):
+    update: str
+    reason: str
+    late: bool = False  # after its grant
+
+
+class OfferAgain(Message, frozen=True):
+    update: str
+    shards: tuple[int, ...]
+    reason: str
+
+
+class MemberUpdate(msgspec.Struct, frozen=True):
+    """One update inside a slot or an aggregate."""
+
+    update: str
+    worker: str  # node to answer
+    base: Version  # for the shard in question
+    floor: int
+
+
+class Slot(msgspec.Struct, frozen=True):
+    """A place in the order of application: one update, or a group that arrives as one."""
+
+    number: int  # of the first member; members have consecutive numbers
+    members: tuple[MemberUpdate, ...]
+    group: str | None
+    lease_s: float  # how long it may stay away, from when the server hears of it
+
+
+class Sequence(Message, frozen=True):
+    """To a server: apply in this order."""
+
+    shard: int
+    epoch: int
+    slots: tuple[Slot, ...]
+    max_delay: int | None
+
+
+class GatherGroup(Message, frozen=True):
+    """To an aggregator: sum these updates and forward the sum."""
+
+    group: str
+    shard: int
+    epoch: int
+    members: tuple[MemberUpdate, ...]
+    elements: int
+    dtype: str
+    server: str  # node
+    rate_bytes_per_s: float
+    forward_in_s: float  # at the latest, with what is there
+    reason: str
+
+
+class LeaveOut(Message, frozen=True):
+    """To an aggregator: this member will not come."""
+
+    group: str
+    update: str
+    reason: str
+
+
+class LeftOut(Message, frozen=True):
+    """From an aggregator: forwarded (or given up) without these."""
+
+    group: str
+    shard: int
+    updates: tuple[str, ...]
+    reason: str
+
+
+class UpdateApplied(Message, frozen=True):
+    """A server's acknowledgement to a worker."""
+
+    update: str
+    shard: int
+    version: Version
+    delay_updates: int
+    durable: Version | None  # what the replica holds; None: there is no replica
+
+
+class UpdateRefused(Message, frozen=True):
+    """A server's word that it will not apply what it was sent."""
+
+    update: str
+    shard: int
+    reason: str
+
+
+class AppliedReport(Message, frozen=True):
+    """A server's account to the scheduler after each message it applied."""
+
+    shard: int
+    epoch: int
+    version: int
+    updates: tuple[str, ...]
+    divergence: float  # relative, after this step
+    replica_version: int | None
+
+
+class SlotLate(Message, frozen=True):
+    shard: int
+    number: int
+    silent_s: float
+
+
+class WithdrawSlot(Message, frozen=True):
+    """To a server: give up this number unless it is complete or applied."""
+
+    number: int
+    reason: str
+
+
+class SlotWithdrawn(Message, frozen=True):
+    shard: int
+    epoch: int
+    number: int
+    withdrawn: bool
+
+
+class SettleSlot(Message, frozen=True):
+    """To a server, after a withdrawal was asked: give the number up or keep it. `final`: its updates are
+    dropped for good, so that bytes of theirs that still come are refused."""
+
+    number: int
+    dropped: bool
+    final: bool = False
+
+
+class Replicate(Message, frozen=True):
+    """To a server: spare capacity, bring the replica up to date now."""
+
+    shard: int
+    rate_bytes_per_s: float
+    reason: str
+
+
+class ReplicaHas(Message, frozen=True):
+    shard: int
+    epoch: int
+    version: int
+    state_version: int
+
+
+class DurableWanted(Message, frozen=True):
+    update: str
+    shard: int
+
+
+class UpdateDurable(Message, frozen=True):
+    update: str
+    shard: int
+
+
+# --- pulls ------------------------------------------------------------------------------------------------
+
+
+class PullWanted(Message, frozen=True):
+    pull: str
+    with_state: bool = False
+
+
+class ServePull(Message, frozen=True):
+    pull: str
+    node: str
+    shard: int
+    rate_bytes_per_s: float
+    with_state: bool
+    after_number: int | None = None  # a checkpoint: exactly the state after this number
+
+
+class PullServed(Message, frozen=True):
+    """A server to the scheduler: these bytes are on their way no more."""
+
+    pull: str
+    shard: int
+
+
+class PullFailed(Message, frozen=True):
+    pull: str
+    reason: str
+
+
+# --- all-reduce -------------------------------------------------------------------------------------------
+
+
+class ReduceWanted(Message, frozen=True):
+    operation: int
+    elements: int
+    dtype: str
+
+
+class ReducePlan(Message, frozen=True):
+    operation: int
+    nodes: tuple[str, ...]  # in rank order
+    cuts: tuple[int, ...]  # node i sums and distributes elements cuts[i] to cuts[i + 1]
+    reason: str
+
+
+class ReducePending(Message, frozen=True):
+    """To those who wait: who has not come yet."""
+
+    operation: int
+    missing: tuple[str, ...]
+
+
+class ReduceFailed(Message, frozen=True):
+    operation: int
+    reason: str
+
+
+# --- bulk transfers ---------------------------------------------------------------------------------------
+
+
+class UpdatePart(Message, frozen=True):
+    update: str
+    shard: int
+    epoch: int
+    weight: float
+    group: str | None = None
+
+
+class Aggregate(Message, frozen=True):
+    group: str
+    shard: int
+    epoch: int
+    members: tuple[MemberUpdate, ...]
+    weight: float  # sum of the members' weights
+
+
+class ModelPart(Message, frozen=True):
+    pull: str
+    shard: int
+    version: Version
+    with_state: bool = False
+
+
+class InitialPart(Message, frozen=True):
+    shard: int
+    version: int
+    with_state: bool = False
+
+
+class ReplicaPart(Message, frozen=True):
+    shard: int
+    epoch: int
+    version: int
+    applied: AppliedIds
+    with_state: bool
+    state_version: int
+
+
+class ReducePart(Message, frozen=True):
+    operation: int
+    rank: int  # who sends
+
+
+class BroadcastPart(Message, frozen=True):
+    operation: int
+    rank: int  # whose piece
+
+
+TransferAbout = UpdatePart | Aggregate | ModelPart | InitialPart | ReplicaPart | ReducePart | BroadcastPart
+
+
+class TransferHeader(msgspec.Struct, frozen=True):
+    """Announces bulk bytes: what they are about, how many, for which role."""
+
+    transfer: str
+    role: str
+    size_bytes: int
+    about: TransferAbout
+    cause: str = ""
+
+
+ControlMessage = (
+    Join | JoinAccepted | JoinRefused | Members | Leave | Heartbeat | HeartbeatSeen | NodeLost
+    | PublishWanted | PublishFirst | PublishRefused | JobReady | LeadShard | FollowShard | ReplicaAssigned
+    | ShardReady | Promote | Promoted | LeaderChanged | JobFailed
+    | TransferRefused | OfferUpdate | Grant | DropUpdate | OfferAgain | Sequence | GatherGroup | LeaveOut | LeftOut
+    | UpdateApplied | UpdateRefused | AppliedReport | SlotLate | WithdrawSlot | SlotWithdrawn | SettleSlot
+    | Replicate | ReplicaHas | DurableWanted | UpdateDurable
+    | PullWanted | ServePull | PullServed | PullFailed
+    | ReduceWanted | ReducePlan | ReducePending | ReduceFailed
+)  # fmt: skip
+
+
+def update_id(label: str, number: int) -> str:
+    return f"{label}#{number}"
+
+
+def split_update_id(update: str) -> tuple[str, int]:
+    label, _, number = update.rpartition("#")
+    return label, int(number)

@@ -1,0 +1,622 @@
+"""One job's order: offers that wait, updates that were granted, groups that gather; who is told what.
+
+The planner decides order and routes; this book carries its decisions out and keeps them true while members
+come late, refuse, or die. It belongs to the scheduler and sees no bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mlfabric.messages import (
+    AppliedReport,
+    DropUpdate,
+    GatherGroup,
+    Grant,
+    JobSettings,
+    LeaveOut,
+    LeftOut,
+    MemberInfo,
+    MemberUpdate,
+    OfferAgain,
+    OfferUpdate,
+    PartRoute,
+    Sequence,
+    SettleSlot,
+    ShardRange,
+    Slot,
+    SlotLate,
+    SlotWithdrawn,
+    Version,
+    WithdrawSlot,
+)
+from mlfabric.plan.planner import plan_updates
+from mlfabric.plan.values import Group, JobState, Offer, Placed, Plan, Reserved, Shard
+from mlfabric.roles.actions import Action, Note, Send
+from mlfabric.topology import Network
+
+# Offers that come within this time are planned together.
+BATCH_S = 0.002
+# What is planned to start within this share of its own duration (plus a little) is let go now.
+LOOKAHEAD = 0.25
+LOOKAHEAD_S = 0.005
+# How much longer than planned a group may gather and an update may stay away before it is given up.
+PATIENCE = 2.0
+PATIENCE_S = 1.0
+
+
+@dataclass(slots=True)
+class ShardBook:
+    """What the scheduler knows of a shard."""
+
+    range: ShardRange
+    version: int = 0
+    divergence: float = 0.0
+    replica_version: int | None = None
+    ready: bool = False
+    replica_filled: bool = False
+    fail_overs: list[Version] = field(default_factory=list)
+
+    def base_count(self, base: Version) -> int:
+        since = (start.count for start in self.fail_overs if start.epoch > base.epoch)
+        return min((base.count, *since))
+
+
+@dataclass(slots=True)
+class _Waiting:
+    offer: OfferUpdate
+    worker: str  # node
+    arrival: int
+    since: float
+
+
+@dataclass(slots=True)
+class _GrantedPart:
+    shard: int
+    slot: int  # number of the slot it belongs to at this shard
+    group: str | None
+    reserved: Reserved
+    finish_s: float
+
+
+@dataclass(slots=True)
+class _Granted:
+    offer: OfferUpdate
+    worker: str
+    number: int
+    parts: dict[int, _GrantedPart]
+
+
+@dataclass(slots=True)
+class _Gathering:
+    group: str
+    aggregator: str  # node
+    shard: int
+    slot: int
+    members: set[str]
+    reserved: Reserved
+    finish_s: float
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """A planned group while its members are released."""
+
+    planned: Group
+    book: _Gathering | None = None
+    members: list[MemberUpdate] = field(default_factory=list)
+
+    def slot(self, empty: Slot) -> Slot:
+        assert self.book is not None
+        return Slot(empty.number, tuple(self.members), self.book.group, empty.lease_s)
+
+
+@dataclass(slots=True)
+class _Withdrawal:
+    """A number that is being given up, and what follows once all shards have answered."""
+
+    update: str | None  # of a single update; a group's members are offered again by themselves
+    why: str
+    ask: set[int]
+    drop: bool  # tell the worker that it is dropped
+    refused: set[int] = field(default_factory=set)
+
+
+class OrderBook:
+    def __init__(self, job: str, settings: JobSettings, elements: int, dtype: str, itemsize: int) -> None:
+        self.job = job
+        self.settings = settings
+        self.shards: dict[int, ShardBook] = {}
+        self._elements = elements
+        self._dtype = dtype
+        self._itemsize = itemsize
+        self._waiting: dict[str, _Waiting] = {}
+        self._granted: dict[str, _Granted] = {}
+        self._groups: dict[str, _Gathering] = {}
+        self._withdrawals: dict[int, _Withdrawal] = {}
+        self._drops_in_row: dict[str, int] = {}
+        self._next_number = 0
+        self._next_group = 0
+        self._arrivals = 0
+        self.plan_at: float | None = None
+        self.counts = {"offers": 0, "granted": 0, "dropped": 0, "dropped_late": 0, "grouped": 0, "again": 0}
+
+    # --- offers and outcomes ----------------------------------------------------------------------------
+
+    def offered(self, offer: OfferUpdate, worker: str, now: float) -> list[Action]:
+        actions: list[Action] = []
+        self.counts["offers"] += 1
+        if offer.again:
+            self.counts["again"] += 1
+        if offer.update in self._granted:
+            actions = self._void(offer.update, offer.again or "it was offered again")
+        self._arrivals += 1
+        self._waiting[offer.update] = _Waiting(offer, worker, self._arrivals, now)
+        self._plan_soon(now + BATCH_S)
+        return actions
+
+    def _plan_soon(self, at: float) -> None:
+        self.plan_at = at if self.plan_at is None else min(self.plan_at, at)
+
+    def applied(self, report: AppliedReport, now: float) -> list[Action]:
+        book = self.shards[report.shard]
+        if report.epoch != book.range.epoch:
+            return []
+        book.version = max(book.version, report.version)
+        book.divergence = report.divergence
+        book.replica_version = report.replica_version
+        for update in report.updates:
+            granted = self._granted.get(update)
+            if granted is not None:
+                self._finish_part(granted, report.shard)
+                self._drops_in_row.pop(granted.worker, None)
+            waiting = self._waiting.get(update)
+            if waiting is not None and report.shard in waiting.offer.shards and len(self.shards) == 1:
+                del self._waiting[update]  # it came by its first way after all
+        self._plan_soon(now)
+        return []
+
+    def refused(self, update: str) -> None:
+        """A server found it too old when its turn came; its worker knows."""
+        granted = self._granted.get(update)
+        if granted is not None:
+            self.counts["dropped_late"] += 1
+            for shard in list(granted.parts):
+                self._finish_part(granted, shard)
+
+    def _finish_part(self, granted: _Granted, shard: int) -> None:
+        part = granted.parts.pop(shard, None)
+        if part is not None and part.group in self._groups:
+            gathering = self._groups[part.group]
+            gathering.members.discard(granted.offer.update)
+            if not gathering.members:
+                del self._groups[part.group]
+        if not granted.parts:
+            self._granted.pop(granted.offer.update, None)
+
+    # --- planning ---------------------------------------------------------------------------------------
+
+    def max_delay(self, workers: int) -> int | None:
+        """The bound in force; "auto" is twice the updates that can be in flight."""
+        if self.settings.unbounded:
+            return None
+        if self.settings.max_delay is not None:
+            return self.settings.max_delay
+        return 2 * max(workers, 1) * self.settings.in_flight
+
+    def placed_count(self, shard: int) -> int:
+        under_way = sum(1 for granted in self._granted.values() if shard in granted.parts)
+        return self.shards[shard].version + under_way
+
+    def reserved(self, now: float) -> list[Reserved]:
+        """What is under way for this job, as far as it should still be."""
+        parts = [part for granted in self._granted.values() for part in granted.parts.values()]
+        return [
+            _remainder(held.reserved, held.finish_s, now)
+            for held in (*parts, *self._groups.values())
+        ]  # fmt: skip
+
+    def plan(
+        self, network: Network, others: list[Reserved], members: Mapping[str, MemberInfo], now: float
+    ) -> list[Action]:
+        """Plan what waits, tell everybody concerned what starts now, leave the rest for later."""
+        self.plan_at = None
+        actions = self._grant_remainders(network, members, now)
+        if not self._waiting:
+            return actions
+        workers = sum(1 for member in members.values() if "worker" in member.roles)
+        bound = self.max_delay(workers)
+        state, offers = self._situation(network, members, workers, bound)
+        plan = plan_updates(network, [*others, *self.reserved(now)], state, offers, now)
+        for drop in plan.drops:
+            actions += self._drop(drop.update, drop.reason)
+        released = _due_prefix(plan, now)
+        if released:
+            actions += self._release(plan, released, members, bound, now)
+        rest = plan.placed[len(released) :]
+        if rest:
+            starts = [part.start_s - _lookahead(part.finish_s - part.start_s) for p in rest for part in p.parts]
+            self._plan_soon(max(min(starts), now + BATCH_S))
+        return actions
+
+    def _situation(
+        self, network: Network, members: Mapping[str, MemberInfo], workers: int, bound: int | None
+    ) -> tuple[JobState, list[Offer]]:
+        placed = {index: self.placed_count(index) for index in self.shards}
+        top = max(placed.values())
+        offers = []
+        for waiting in self._waiting.values():
+            offer = waiting.offer
+            behind = max(
+                placed[index] - self.shards[index].base_count(offer.bases[index]) for index in self.shards
+            )
+            offers.append(
+                Offer(
+                    update=offer.update,
+                    worker=waiting.worker,
+                    host=members[waiting.worker].host,
+                    size_bytes=offer.size_bytes,
+                    base_version=top - behind,
+                    norm=offer.norm,
+                    arrival=waiting.arrival,
+                    drops_in_row=self._drops_in_row.get(waiting.worker, 0),
+                    job=self.job,
+                )
+            )
+        aggregators: tuple[str, ...] = ()
+        if self.settings.aggregate:
+            aggregators = tuple(sorted({m.host for m in members.values() if "aggregator" in m.roles}))
+        shards = tuple(
+            Shard(
+                index=index,
+                server=members[book.range.leader].host,
+                replica=members[book.range.replica].host if book.range.replica in members else None,
+                share=book.range.count / self._elements,
+            )
+            for index, book in sorted(self.shards.items())
+        )
+        state = JobState(
+            name=self.job,
+            placed_version=top,
+            max_delay=bound,
+            concurrency=max(workers * self.settings.in_flight, 1),
+            shards=shards,
+            aggregators=aggregators,
+            policy=self.settings.policy,
+        )
+        return state, offers
+
+    def _drop(self, update: str, reason: str) -> list[Action]:
+        waiting = self._waiting.pop(update)
+        self.counts["dropped"] += 1
+        self._drops_in_row[waiting.worker] = self._drops_in_row.get(waiting.worker, 0) + 1
+        return [
+            Note("dropped", reason, (update,)),
+            Send(waiting.worker, "worker", DropUpdate(update, reason)),
+        ]
+
+    def _release(
+        self,
+        plan: Plan,
+        released: tuple[Placed, ...],
+        members: Mapping[str, MemberInfo],
+        bound: int | None,
+        now: float,
+    ) -> list[Action]:
+        """Turn the part of a plan that starts now into grants, orders to sum, and slots of the order."""
+        gathered = {group.group: _Gathered(group) for group in plan.groups}
+        slots: dict[int, list[Slot]] = {index: [] for index in self.shards}
+        grants: list[Action] = []
+        for placed in released:
+            waiting = self._waiting.pop(placed.update)
+            number = self._next_number
+            self._next_number += 1
+            self.counts["granted"] += 1
+            lease = (placed.finish_s - now) * PATIENCE + PATIENCE_S
+            granted = _Granted(waiting.offer, waiting.worker, number, {})
+            routes = []
+            for part in placed.parts:
+                member = self._member(waiting, part.shard)
+                if part.group is None:
+                    slots[part.shard].append(Slot(number, (member,), None, lease))
+                    name, slot = None, number
+                    node, role = self.shards[part.shard].range.leader, f"server.{part.shard}"
+                else:
+                    gathering = self._gather(gathered[part.group], number, lease, members, member)
+                    name, slot = gathering.group, gathering.slot
+                    node, role = gathering.aggregator, "aggregator"
+                    if slot == number:
+                        slots[part.shard].append(Slot(number, (), part.group, lease))
+                source, target = members[waiting.worker].host, members[node].host
+                reserved = Reserved(source, target, float(part.size_bytes), part.rate_bytes_per_s)
+                granted.parts[part.shard] = _GrantedPart(part.shard, slot, name, reserved, part.finish_s)
+                epoch = self.shards[part.shard].range.epoch
+                wait = max(part.start_s - now, 0.0)
+                routes.append(PartRoute(part.shard, node, role, part.rate_bytes_per_s, wait, epoch, name))
+            self._granted[placed.update] = granted
+            grants += [
+                Note("placed", f"number {number}: {placed.reason}", (placed.update,)),
+                Send(
+                    waiting.worker,
+                    "worker",
+                    Grant(placed.update, number, placed.weight, tuple(routes), placed.reason),
+                ),
+            ]
+        return [*self._sequences(slots, gathered, bound), *self._gather_orders(gathered, now), *grants]
+
+    def _member(self, waiting: _Waiting, shard: int) -> MemberUpdate:
+        offer = waiting.offer
+        return MemberUpdate(offer.update, waiting.worker, offer.bases[shard], offer.floor)
+
+    def _gather(
+        self,
+        gathered: _Gathered,
+        number: int,
+        lease: float,
+        members: Mapping[str, MemberInfo],
+        member: MemberUpdate,
+    ) -> _Gathering:
+        """The book's entry for a planned group, made when its first member is released."""
+        group = gathered.planned
+        if gathered.book is None:
+            self._next_group += 1
+            node = _node_on(group.aggregator, members, member.worker)
+            server = members[self.shards[group.shard].range.leader].host
+            gathered.book = _Gathering(
+                group=f"{self.job}.g{self._next_group}",
+                aggregator=node,
+                shard=group.shard,
+                slot=number,
+                members=set(),
+                reserved=Reserved(
+                    group.aggregator, server, float(group.size_bytes), group.rate_bytes_per_s
+                ),
+                finish_s=group.finish_s,
+            )
+            self._groups[gathered.book.group] = gathered.book
+        self.counts["grouped"] += 1
+        gathered.members.append(member)
+        gathered.book.members.add(member.update)
+        return gathered.book
+
+    def _gather_orders(self, gathered: Mapping[str, _Gathered], now: float) -> list[Action]:
+        actions: list[Action] = []
+        for entry in gathered.values():
+            if entry.book is None:
+                continue
+            group, range_ = entry.planned, self.shards[entry.planned.shard].range
+            order = GatherGroup(
+                group=entry.book.group,
+                shard=group.shard,
+                epoch=range_.epoch,
+                members=tuple(entry.members),
+                elements=range_.count,
+                dtype=self._dtype,
+                server=range_.leader,
+                rate_bytes_per_s=group.rate_bytes_per_s,
+                forward_in_s=(group.ready_s - now) * 1.5 + PATIENCE_S / 2,
+                reason=group.reason,
+            )
+            updates = tuple(member.update for member in entry.members)
+            actions += [
+                Note("grouped", f"{entry.book.group} at {entry.book.aggregator}: {group.reason}", updates),
+                Send(entry.book.aggregator, "aggregator", order),
+            ]
+        return actions
+
+    def _sequences(
+        self, slots: Mapping[int, list[Slot]], gathered: Mapping[str, _Gathered], bound: int | None
+    ) -> list[Action]:
+        actions: list[Action] = []
+        for index, ordered in slots.items():
+            if not ordered:
+                continue
+            complete = tuple(slot if slot.group is None else gathered[slot.group].slot(slot) for slot in ordered)
+            range_ = self.shards[index].range
+            message = Sequence(index, range_.epoch, complete, bound)
+            actions.append(Send(range_.leader, f"server.{index}", message))
+        return actions
+
+    def _grant_remainders(
+        self, network: Network, members: Mapping[str, MemberInfo], now: float
+    ) -> list[Action]:
+        """An update that some shards have applied can't be dropped any more: its other parts go at once."""
+        actions: list[Action] = []
+        for update, waiting in list(self._waiting.items()):
+            if len(waiting.offer.shards) == len(self.shards):
+                continue
+            del self._waiting[update]
+            number = self._next_number
+            self._next_number += 1
+            granted = _Granted(waiting.offer, waiting.worker, number, {})
+            routes = []
+            for index in waiting.offer.shards:
+                book = self.shards[index].range
+                source, target = members[waiting.worker].host, members[book.leader].host
+                rate = min(network.rate(source, target), 1e12)
+                size = waiting.offer.size_bytes * book.count / self._elements
+                finish = now + size / rate
+                reserved = Reserved(source, target, size, rate)
+                granted.parts[index] = _GrantedPart(index, number, None, reserved, finish)
+                routes.append(PartRoute(index, book.leader, f"server.{index}", rate, 0.0, book.epoch))
+                slot = Slot(number, (self._member(waiting, index),), None, PATIENCE_S)
+                message = Sequence(index, book.epoch, (slot,), None)
+                actions.append(Send(book.leader, f"server.{index}", message))
+            self._granted[update] = granted
+            reason = "the rest of an update that other shards have applied"
+            actions.append(Send(waiting.worker, "worker", Grant(update, number, 1.0, tuple(routes), reason)))
+        return actions
+
+    # --- what goes wrong --------------------------------------------------------------------------------
+
+    def _void(self, update: str, why: str) -> list[Action]:
+        """Take back a grant: give up its direct slots, leave it out of groups."""
+        granted = self._granted.pop(update)
+        actions: list[Action] = []
+        direct = {part.shard for part in granted.parts.values() if part.group is None}
+        if direct:
+            actions += self._ask_withdrawal(granted.number, None, why, direct, drop=False)
+        for part in granted.parts.values():
+            gathering = self._groups.get(part.group or "")
+            if gathering is not None:
+                gathering.members.discard(update)
+                actions.append(
+                    Send(gathering.aggregator, "aggregator", LeaveOut(gathering.group, update, why))
+                )
+        return actions
+
+    def _ask_withdrawal(
+        self, number: int, update: str | None, why: str, shards: set[int], drop: bool
+    ) -> list[Action]:
+        self._withdrawals[number] = _Withdrawal(update, why, set(shards), drop)
+        return [
+            Send(self.shards[index].range.leader, f"server.{index}", WithdrawSlot(number, why))
+            for index in sorted(shards)
+        ]
+
+    def withdrawn(self, answer: SlotWithdrawn) -> list[Action]:
+        withdrawal = self._withdrawals.get(answer.number)
+        if withdrawal is None or answer.shard not in withdrawal.ask:
+            return []
+        withdrawal.ask.discard(answer.shard)
+        if not answer.withdrawn:
+            withdrawal.refused.add(answer.shard)
+        if withdrawal.ask:
+            return []
+        del self._withdrawals[answer.number]
+        update = withdrawal.update
+        dropped = not withdrawal.refused
+        final = withdrawal.drop and dropped
+        settle = SettleSlot(answer.number, dropped=dropped or not withdrawal.drop, final=final)
+        actions: list[Action] = [
+            Send(book.range.leader, f"server.{index}", settle) for index, book in sorted(self.shards.items())
+        ]
+        if not withdrawal.drop or update is None:
+            return actions
+        if not dropped:
+            parts = ", ".join(str(index) for index in sorted(withdrawal.refused))
+            return [*actions, Note("kept", f"late, but shards {parts} have it already", (update,))]
+        granted = self._granted.pop(update, None)
+        if granted is not None:
+            self.counts["dropped_late"] += 1
+            actions += [
+                Note("dropped", withdrawal.why, (update,)),
+                Send(granted.worker, "worker", DropUpdate(update, withdrawal.why, late=True)),
+            ]
+        return actions
+
+    def slot_late(self, message: SlotLate) -> list[Action]:
+        if message.number in self._withdrawals:
+            return []
+        for granted in self._granted.values():
+            part = granted.parts.get(message.shard)
+            if part is None or part.slot != message.number:
+                continue
+            if part.group is not None:
+                return self._fail_group(part.group, f"group {part.group} silent {message.silent_s:.1f} s")
+            why = f"overtaken, host {granted.worker} silent {message.silent_s:.1f} s"
+            shards = set(granted.parts)
+            return self._ask_withdrawal(message.number, granted.offer.update, why, shards, drop=True)
+        # Nobody is behind it any more: clear the way.
+        return self._ask_withdrawal(message.number, None, "nothing will come", {message.shard}, drop=False)
+
+    def _fail_group(self, name: str, why: str) -> list[Action]:
+        gathering = self._groups.pop(name, None)
+        if gathering is None:
+            return []
+        actions = self._ask_withdrawal(gathering.slot, None, why, {gathering.shard}, drop=False)
+        for update in sorted(gathering.members):
+            actions += self._send_again(update, gathering.shard, why)
+        return actions
+
+    def _send_again(self, update: str, shard: int, why: str) -> list[Action]:
+        granted = self._granted.get(update)
+        if granted is None or shard not in granted.parts:
+            return []
+        self._finish_part(granted, shard)
+        return [Send(granted.worker, "worker", OfferAgain(update, (shard,), why))]
+
+    def left_out(self, message: LeftOut) -> list[Action]:
+        gathering = self._groups.get(message.group)
+        if gathering is not None and gathering.members <= set(message.updates):
+            return self._fail_group(message.group, message.reason)
+        return [
+            action
+            for update in message.updates
+            for action in self._send_again(update, message.shard, message.reason)
+        ]
+
+    def node_lost(self, node: str, reason: str) -> list[Action]:
+        """A worker's offers go with it; what it was gathering for others is offered again by them."""
+        actions: list[Action] = []
+        for update, waiting in list(self._waiting.items()):
+            if waiting.worker == node:
+                del self._waiting[update]
+                actions.append(Note("abandoned", f"host {node} lost: {reason}", (update,)))
+        for name, gathering in list(self._groups.items()):
+            if gathering.aggregator == node:
+                actions += self._fail_group(name, f"aggregator {node} lost: {reason}")
+        for update, granted in list(self._granted.items()):
+            if granted.worker == node:
+                actions += self._void(update, f"host {node} lost: {reason}")
+        return actions
+
+    def leader_lost(self, shard: int) -> None:
+        """Nothing granted reaches the old leader; workers offer again once they know the new one."""
+        for name, gathering in list(self._groups.items()):
+            if gathering.shard == shard:
+                del self._groups[name]
+        for granted in list(self._granted.values()):
+            if shard in granted.parts:
+                self._finish_part(granted, shard)
+        self._withdrawals = {n: w for n, w in self._withdrawals.items() if shard not in w.ask}
+
+    def last_number(self) -> int:
+        return self._next_number - 1
+
+    def validate(self) -> None:
+        assert not self._waiting.keys() & self._granted.keys(), "an update both waits and is granted"
+        for name, gathering in self._groups.items():
+            for update in gathering.members:
+                granted = self._granted.get(update)
+                assert granted is not None, f"{update} in group {name} is not granted"
+                assert any(part.group == name for part in granted.parts.values()), f"{update} is not in {name}"
+
+
+def _remainder(reserved: Reserved, finish_s: float, now: float) -> Reserved:
+    """What should be left of a transfer by now; one that is overdue may still need a little."""
+    planned = reserved.remaining_bytes
+    left = min(max((finish_s - now) * reserved.rate_bytes_per_s, 0.02 * planned), planned)
+    return Reserved(reserved.source, reserved.target, left, reserved.rate_bytes_per_s)
+
+
+def _lookahead(duration_s: float) -> float:
+    return LOOKAHEAD * duration_s + LOOKAHEAD_S
+
+
+def _due_prefix(plan: Plan, now: float) -> tuple[Placed, ...]:
+    """The first part of the order that has to start now, with whole groups."""
+    last = -1
+    for index, placed in enumerate(plan.placed):
+        if any(part.start_s <= now + _lookahead(part.finish_s - part.start_s) for part in placed.parts):
+            last = index
+    changed = True
+    while changed:
+        inside = {part.group for placed in plan.placed[: last + 1] for part in placed.parts if part.group}
+        furthest = max(
+            (i for i, placed in enumerate(plan.placed) if any(part.group in inside for part in placed.parts)),
+            default=last,
+        )
+        changed = furthest > last
+        last = max(last, furthest)
+    return plan.placed[: last + 1]
+
+
+def _node_on(host: str, members: Mapping[str, MemberInfo], worker: str) -> str:
+    """The node that sums on this host: the worker itself where it lives there, else the first by name."""
+    if members[worker].host == host:
+        return worker
+    return min(name for name, member in members.items() if member.host == host and "aggregator" in member.roles)
+
+

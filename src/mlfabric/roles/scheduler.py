@@ -1,0 +1,623 @@
+"""The scheduler: sees offers, deliveries and who is there; decides order, routes and leaders. No bytes.
+
+Membership, publishing, fail-over, pulls and all-reduce plans are here; the order of one job's updates is in
+`roles.orderbook`. One scheduler serves several jobs over one view of the network.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from mlfabric.events import DeadlinePassed, Event, MessageReceived, PeerLost
+from mlfabric.messages import (
+    AppliedReport,
+    ArraySpec,
+    ControlMessage,
+    FollowShard,
+    Heartbeat,
+    HeartbeatSeen,
+    JobFailed,
+    JobReady,
+    Join,
+    JoinAccepted,
+    JoinRefused,
+    LeaderChanged,
+    LeadShard,
+    Leave,
+    LeftOut,
+    MemberInfo,
+    Members,
+    NodeLost,
+    OfferUpdate,
+    Promote,
+    Promoted,
+    PublishFirst,
+    PublishRefused,
+    PublishWanted,
+    PullFailed,
+    PullServed,
+    PullWanted,
+    ReduceFailed,
+    ReducePending,
+    ReducePlan,
+    ReduceWanted,
+    ReplicaAssigned,
+    Replicate,
+    ServePull,
+    ShardRange,
+    ShardReady,
+    SlotLate,
+    SlotWithdrawn,
+    UpdateRefused,
+    Version,
+)
+from mlfabric.plan.values import Reserved
+from mlfabric.roles.actions import Action, Note, SchedulerSettings, Send
+from mlfabric.roles.orderbook import OrderBook, ShardBook
+from mlfabric.topology import Host, Network
+
+# A replica is brought up to date in spare time once it has used up this share of its bound.
+SPARE_SHARE = 0.5
+# Those who wait for an all-reduce hear whom they wait for this often.
+PENDING_S = 1.0
+
+
+@dataclass(slots=True)
+class _Reduce:
+    wanted: dict[str, ReduceWanted] = field(default_factory=dict)
+    tell_at: float = 0.0
+
+
+@dataclass(slots=True)
+class _Pulling:
+    node: str
+    shards: set[int]
+    reserved: dict[int, Reserved]
+
+
+@dataclass(slots=True)
+class _Job:
+    """A job: its members, its model once published, its order."""
+
+    name: str
+    expected: int = 0
+    published: PublishWanted | None = None
+    publisher: str = ""
+    placed: bool = False
+    book: OrderBook | None = None
+    ready: bool = False
+    waiting: dict[str, PublishWanted] = field(default_factory=dict)  # who published too and waits for ready
+    pulls: dict[str, _Pulling] = field(default_factory=dict)
+    early_pulls: list[tuple[str, PullWanted]] = field(default_factory=list)
+    reduces: dict[int, _Reduce] = field(default_factory=dict)
+    promoting: dict[int, tuple[str, str]] = field(default_factory=dict)  # shard -> (replica, reason)
+    replicating: set[int] = field(default_factory=set)
+    failed: str | None = None
+
+
+class SchedulerStatistics(msgspec.Struct, frozen=True):
+    members: int
+    jobs: int
+    offers: int
+    granted: int
+    dropped: int
+    dropped_late: int
+    grouped: int
+    again: int
+    fail_overs: int
+
+
+class Scheduler:
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self._settings = settings
+        self._members: dict[str, MemberInfo] = {}
+        self._seen: dict[str, float] = {}
+        self._lives: dict[tuple[str, str], int] = {}  # (job, name) -> how often it joined
+        self._jobs: dict[str, _Job] = {}
+        self._network = Network.of(())
+        self._fail_overs = 0
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        match event:
+            case MessageReceived(sender=sender, message=message):
+                if sender in self._seen:
+                    self._seen[sender] = now
+                return [*self._on_message(sender, message, now), *self._plan_due(now)]
+            case PeerLost(node=node, reason=reason):
+                return [*self._lost(node, reason, now), *self._plan_due(now)]
+            case DeadlinePassed():
+                return [*self._silent(now), *self._tell_pending(now), *self._plan_due(now)]
+        return []
+
+    def _on_message(self, sender: str, message: ControlMessage, now: float) -> list[Action]:
+        match message:
+            case Join():
+                return self._join(message, now)
+            case Leave():
+                return self._lost(sender, "it left", now)
+            case Heartbeat(sent_s=sent):
+                return [Send(sender, "member", HeartbeatSeen(sent, now))]
+        job = self._job_of(sender)
+        if job is None:
+            return []
+        if isinstance(message, PublishWanted):
+            return self._publish(job, sender, message)
+        if isinstance(message, ReduceWanted):
+            return self._want_reduce(job, sender, message, now)
+        if isinstance(message, PullWanted):
+            return self._pull(job, sender, message)
+        book = job.book
+        if book is None:
+            return []
+        match message:
+            case OfferUpdate():
+                return book.offered(message, sender, now)
+            case AppliedReport():
+                return [*book.applied(message, now), *self._spare_replication(job, message, now)]
+            case UpdateRefused(update=update):
+                book.refused(update)
+            case LeftOut():
+                return book.left_out(message)
+            case SlotLate():
+                return book.slot_late(message)
+            case SlotWithdrawn():
+                return book.withdrawn(message)
+            case PullServed(pull=pull, shard=shard):
+                self._pull_served(job, pull, shard)
+            case ShardReady():
+                return self._shard_ready(job, message)
+            case Promoted():
+                return self._promoted(job, sender, message)
+        return []
+
+    # --- membership -------------------------------------------------------------------------------------
+
+    def _join(self, message: Join, now: float) -> list[Action]:
+        member = message.member
+        name = member.node
+        other = self._members.get(name)
+        if other is not None:
+            reason = f"the name {name} is taken by a living member of job {other.job}; choose another"
+            return [Send(name, "member", JoinRefused(reason))]
+        job = self._jobs.setdefault(member.job, _Job(member.job))
+        job.expected = max(job.expected, message.expected)
+        self._members[name] = member
+        self._seen[name] = now
+        host = Host(member.host, member.up_bytes_per_s, member.down_bytes_per_s, member.rack)
+        self._network = self._network.with_host(host)
+        life = self._lives.get((member.job, name), 0) + 1
+        self._lives[member.job, name] = life
+        label = name if life == 1 else f"{name}~{life}"
+        return [
+            *self._announce(),
+            Send(name, "member", JoinAccepted(label, self._settings.node)),
+            Note("joined", f"{name} on {member.host} joined job {member.job}"),
+            *self._begin_model(job),
+            *self._find_replicas(job),
+        ]
+
+    def _announce(self) -> list[Action]:
+        everybody = Members(tuple(self._members[name] for name in sorted(self._members)))
+        return [Send(name, "member", everybody) for name in sorted(self._members)]
+
+    def _job_of(self, node: str) -> _Job | None:
+        member = self._members.get(node)
+        return self._jobs.get(member.job) if member else None
+
+    def _members_of(self, job: _Job) -> dict[str, MemberInfo]:
+        return {name: member for name, member in self._members.items() if member.job == job.name}
+
+    def _silent(self, now: float) -> list[Action]:
+        quiet = [name for name, seen in self._seen.items() if now - seen >= self._settings.silence_s]
+        return [
+            action
+            for name in quiet
+            for action in self._lost(name, f"silent for {now - self._seen[name]:.1f} s", now)
+        ]
+
+    def _lost(self, node: str, reason: str, now: float) -> list[Action]:
+        member = self._members.pop(node, None)
+        if member is None:
+            return []
+        del self._seen[node]
+        if not any(other.host == member.host for other in self._members.values()):
+            self._network = self._network.without_host(member.host)
+        job = self._jobs[member.job]
+        actions: list[Action] = [
+            Note("node-lost", f"{node}: {reason}", loud=reason != "it left"),
+            *(Send(name, "member", NodeLost(node, reason)) for name in sorted(self._members)),
+            *self._announce(),
+        ]
+        job.waiting.pop(node, None)
+        for pull in [name for name, pulling in job.pulls.items() if pulling.node == node]:
+            del job.pulls[pull]
+        actions += self._fail_reduces(job, f"{node} was lost ({reason})" if reason != "it left" else f"{node} left")
+        if job.book is None:
+            return actions
+        actions += job.book.node_lost(node, reason)
+        for index, shard in sorted(job.book.shards.items()):
+            if shard.range.leader == node:
+                actions += self._leader_lost(job, index, node, reason)
+            elif shard.range.replica == node:
+                actions += self._replica_lost(job, index, node, reason)
+        return actions
+
+    # --- the model --------------------------------------------------------------------------------------
+
+    def _publish(self, job: _Job, sender: str, message: PublishWanted) -> list[Action]:
+        if job.failed is not None:
+            return [Send(sender, "worker", PublishRefused(job.failed))]
+        if job.published is None:
+            job.published, job.publisher = message, sender
+            return self._begin_model(job)
+        difference = _difference(job.published.arrays, message.arrays)
+        if difference:
+            reason = f"{sender} publishes another model than {job.publisher} did: {difference}"
+            return [Send(sender, "worker", PublishRefused(reason))]
+        if job.ready:
+            return [Send(sender, "worker", self._ready_message(job))]
+        job.waiting[sender] = message
+        return []
+
+    def _begin_model(self, job: _Job) -> list[Action]:
+        """Choose leaders and replicas once the model is known and everybody expected is there."""
+        members = self._members_of(job)
+        if job.published is None or job.placed or len(members) < job.expected:
+            return []
+        wanted = job.published
+        leaders = _by_suitability(members, "server")
+        if not leaders:
+            return []
+        job.placed = True
+        itemsize = 8 if wanted.dtype == "float64" else 4
+        book = OrderBook(job.name, wanted.settings, wanted.elements, wanted.dtype, itemsize)
+        job.book = book
+        count = min(wanted.settings.shards, wanted.elements)
+        cuts = [wanted.elements * i // count for i in range(count + 1)]
+        actions: list[Action] = []
+        for index in range(count):
+            leader = leaders[index % len(leaders)]
+            range_ = ShardRange(index, cuts[index], cuts[index + 1] - cuts[index], leader)
+            replica = self._choose_replica(job, range_)
+            range_ = msgspec.structs.replace(range_, replica=replica)
+            book.shards[index] = ShardBook(range_, version=wanted.version)
+            actions += self._appoint(job, range_)
+        actions += self._warn_of_bound(job)
+        ranges = tuple(shard.range for shard in book.shards.values())
+        return [*actions, Send(job.publisher, "worker", PublishFirst(ranges))]
+
+    def _appoint(self, job: _Job, range_: ShardRange) -> list[Action]:
+        assert job.published is not None
+        about = (job.published.rule, job.published.settings, job.published.dtype, self._settings.node)
+        why = f"shard {range_.index}: led by {range_.leader}, followed by {range_.replica or 'nobody'}"
+        actions: list[Action] = [
+            Note("appointed", why),
+            Send(range_.leader, "member", LeadShard(range_, *about)),
+        ]
+        if range_.replica is not None:
+            actions += self._assign_replica(job, range_)
+        return actions
+
+    def _assign_replica(self, job: _Job, range_: ShardRange) -> list[Action]:
+        assert job.published is not None
+        assert range_.replica is not None
+        about = (job.published.rule, job.published.settings, job.published.dtype, self._settings.node)
+        return [
+            Send(range_.replica, "member", FollowShard(range_, *about)),
+            Send(range_.leader, f"server.{range_.index}", ReplicaAssigned(range_.index, range_.replica)),
+        ]
+
+    def _choose_replica(self, job: _Job, range_: ShardRange) -> str | None:
+        assert job.published is not None
+        if job.published.settings.divergence is None:
+            return None
+        members = self._members_of(job)
+        leader = members[range_.leader]
+        able = [name for name in _by_suitability(members, "replica") if name != range_.leader]
+        elsewhere = [name for name in able if members[name].host != leader.host]
+        other_rack = [name for name in elsewhere if members[name].rack != leader.rack]
+        return next(iter((*other_rack, *elsewhere, *able)), None)
+
+    def _warn_of_bound(self, job: _Job) -> list[Action]:
+        assert job.book is not None
+        workers = sum(1 for member in self._members_of(job).values() if "worker" in member.roles)
+        bound = job.book.max_delay(workers)
+        if bound is None or bound >= workers - 1:
+            return []
+        reason = f"a delay bound of {bound} with {workers} workers forces drops; the mean delay is {workers - 1}"
+        return [Note("bound-tight", reason, loud=True)]
+
+    def _shard_ready(self, job: _Job, message: ShardReady) -> list[Action]:
+        assert job.book is not None
+        shard = job.book.shards[message.shard]
+        if message.epoch != shard.range.epoch:
+            return []
+        shard.ready = True
+        shard.replica_filled = shard.replica_filled or message.replica_filled
+        done = all(s.ready and (s.replica_filled or s.range.replica is None) for s in job.book.shards.values())
+        if job.ready or not done:
+            return []
+        job.ready = True
+        ready = self._ready_message(job)
+        actions: list[Action] = [Note("job-ready", f"the model of job {job.name} is in place")]
+        actions += [Send(name, "worker", ready) for name in sorted(self._members_of(job))]
+        job.waiting.clear()
+        early, job.early_pulls = job.early_pulls, []
+        return [*actions, *(action for node, pull in early for action in self._pull(job, node, pull))]
+
+    def _ready_message(self, job: _Job) -> JobReady:
+        assert job.published is not None
+        assert job.book is not None
+        ranges = tuple(shard.range for _, shard in sorted(job.book.shards.items()))
+        wanted = job.published
+        return JobReady(ranges, wanted.arrays, wanted.rule, wanted.settings, wanted.dtype)
+
+    # --- fail-over --------------------------------------------------------------------------------------
+
+    def _leader_lost(self, job: _Job, index: int, node: str, reason: str) -> list[Action]:
+        assert job.book is not None
+        shard = job.book.shards[index]
+        job.book.leader_lost(index)
+        replica = shard.range.replica
+        why = f"server {node} lost: {reason}"
+        if replica is None or replica not in self._members:
+            return self._fail(job, f"server {node} of shard {index} was lost ({reason}) and had no replica")
+        job.promoting[index] = (replica, why)
+        epoch = shard.range.epoch + 1
+        return [
+            Note("failing-over", f"shard {index} from {node} to {replica}: {reason}", loud=True),
+            Send(replica, f"replica.{index}", Promote(index, epoch, why)),
+        ]
+
+    def _promoted(self, job: _Job, sender: str, message: Promoted) -> list[Action]:
+        assert job.book is not None
+        expected = job.promoting.pop(message.shard, None)
+        if expected is None or expected[0] != sender:
+            return []
+        if message.version < 0:
+            return self._fail(job, f"the replica {sender} of shard {message.shard} had never been filled")
+        self._fail_overs += 1
+        shard = job.book.shards[message.shard]
+        shard.range = msgspec.structs.replace(shard.range, leader=sender, epoch=message.epoch, replica=None)
+        shard.version, shard.replica_version, shard.divergence = message.version, None, 0.0
+        shard.replica_filled = False
+        shard.fail_overs.append(Version(message.epoch, message.version))
+        for pulling in job.pulls.values():
+            pulling.shards.discard(message.shard)
+        job.pulls.clear()  # workers ask again when they hear of the new leader
+        actions: list[Action] = [
+            Note(
+                "failed-over",
+                f"shard {message.shard} is led by {sender} from version {message.version}, "
+                f"optimizer state {message.version - message.state_version} versions older: {expected[1]}",
+                loud=True,
+                value=float(message.version),
+            )
+        ]
+        replica_actions = self._find_replicas(job)
+        change = LeaderChanged(shard.range, message.version, message.applied, expected[1])
+        for name in sorted(self._members_of(job)):
+            actions += [Send(name, role, change) for role in ("worker", "aggregator")]
+        return [*actions, *replica_actions]
+
+    def _replica_lost(self, job: _Job, index: int, node: str, reason: str) -> list[Action]:
+        assert job.book is not None
+        shard = job.book.shards[index]
+        shard.range = msgspec.structs.replace(shard.range, replica=None)
+        shard.replica_filled = False
+        if index in job.promoting:
+            return self._fail(job, f"server and replica {node} of shard {index} were both lost")
+        gone = ReplicaAssigned(index, None, f"replica {node} lost: {reason}")
+        return [Send(shard.range.leader, f"server.{index}", gone), *self._find_replicas(job)]
+
+    def _find_replicas(self, job: _Job) -> list[Action]:
+        """Give every shard that lacks one a new replica, where somebody can be one."""
+        if job.book is None or job.published is None or job.failed is not None:
+            return []
+        actions: list[Action] = []
+        for index, shard in sorted(job.book.shards.items()):
+            if shard.range.replica is not None or shard.range.leader not in self._members:
+                continue
+            replica = self._choose_replica(job, shard.range)
+            if replica is None:
+                continue
+            shard.range = msgspec.structs.replace(shard.range, replica=replica)
+            actions.append(Note("appointed", f"shard {index}: now followed by {replica}"))
+            actions += self._assign_replica(job, shard.range)
+        return actions
+
+    def _fail(self, job: _Job, reason: str) -> list[Action]:
+        job.failed = reason
+        names = sorted(self._members_of(job))
+        return [
+            Note("job-failed", reason, loud=True),
+            *(Send(name, role, JobFailed(reason)) for name in names for role in ("worker", "reducer")),
+        ]
+
+    def _spare_replication(self, job: _Job, report: AppliedReport, now: float) -> list[Action]:
+        """Use a moment's spare capacity before the bound makes the server wait."""
+        assert job.book is not None
+        assert job.published is not None
+        bound = job.published.settings.divergence
+        shard = job.book.shards[report.shard]
+        replica = shard.range.replica
+        if not bound or replica not in self._members or report.replica_version is None:
+            return []
+        if report.replica_version >= report.version or report.divergence < SPARE_SHARE * bound:
+            return []
+        rate = self._spare_rate(shard.range.leader, replica, now)
+        why = f"divergence {report.divergence:.3g} of {bound:.3g}"
+        return [Send(shard.range.leader, f"server.{report.shard}", Replicate(report.shard, rate, why))]
+
+    # --- pulls ------------------------------------------------------------------------------------------
+
+    def _pull(self, job: _Job, sender: str, message: PullWanted) -> list[Action]:
+        if job.failed is not None:
+            return [Send(sender, "worker", PullFailed(message.pull, job.failed))]
+        if job.book is None or not job.ready:
+            job.early_pulls.append((sender, message))
+            return []
+        if job.promoting:
+            return []  # the new leader's announcement makes the worker ask again
+        actions: list[Action] = []
+        reserved: dict[int, Reserved] = {}
+        after = job.book.last_number() if message.with_state else None
+        for index, shard in sorted(job.book.shards.items()):
+            leader = shard.range.leader
+            rate = self._spare_rate(leader, sender, 0.0)
+            source, target = self._members[leader].host, self._members[sender].host
+            size = float(shard.range.count * 4)
+            if source != target:
+                reserved[index] = Reserved(source, target, size, rate)
+            order = ServePull(message.pull, sender, index, rate, message.with_state, after)
+            actions.append(Send(leader, f"server.{index}", order))
+        job.pulls[message.pull] = _Pulling(sender, set(job.book.shards), reserved)
+        return actions
+
+    def _pull_served(self, job: _Job, pull: str, shard: int) -> None:
+        pulling = job.pulls.get(pull)
+        if pulling is not None:
+            pulling.shards.discard(shard)
+            pulling.reserved.pop(shard, None)
+            if not pulling.shards:
+                del job.pulls[pull]
+
+    def _spare_rate(self, source: str, target: str, now: float) -> float:
+        """What the path has left beside other pulls; never less than a fair part of it."""
+        here, there = self._members[source].host, self._members[target].host
+        if here == there:
+            return 1e12
+        path = self._network.path(here, there)
+        rate = float("inf")
+        for link in path:
+            users = 1
+            for job in self._jobs.values():
+                for pulling in job.pulls.values():
+                    users += sum(
+                        link in self._network.path(r.source, r.target) for r in pulling.reserved.values()
+                    )
+            rate = min(rate, self._network.capacity(link) / users)
+        return rate
+
+    # --- all-reduce -------------------------------------------------------------------------------------
+
+    def _workers(self, job: _Job) -> list[str]:
+        return sorted(n for n, member in self._members_of(job).items() if "worker" in member.roles)
+
+    def _want_reduce(self, job: _Job, sender: str, message: ReduceWanted, now: float) -> list[Action]:
+        reduce = job.reduces.setdefault(message.operation, _Reduce(tell_at=now + PENDING_S))
+        reduce.wanted[sender] = message
+        return self._check_reduce(job, message.operation)
+
+    def _check_reduce(self, job: _Job, operation: int) -> list[Action]:
+        reduce = job.reduces[operation]
+        workers = self._workers(job)
+        if len(workers) < job.expected or any(name not in reduce.wanted for name in workers):
+            return []
+        del job.reduces[operation]
+        first = reduce.wanted[workers[0]]
+        for name in workers[1:]:
+            other = reduce.wanted[name]
+            if (other.elements, other.dtype) != (first.elements, first.dtype):
+                reason = (
+                    f"all-reduce {operation}: {workers[0]} gave {first.elements} elements of {first.dtype}, "
+                    f"{name} gave {other.elements} of {other.dtype}"
+                )
+                return [Send(each, "reducer", ReduceFailed(operation, reason)) for each in workers]
+        cuts = tuple(first.elements * i // len(workers) for i in range(len(workers) + 1))
+        plan = ReducePlan(operation, tuple(workers), cuts, "equal shares")
+        return [Send(name, "reducer", plan) for name in workers]
+
+    def _tell_pending(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for job in self._jobs.values():
+            for operation, reduce in job.reduces.items():
+                if now < reduce.tell_at:
+                    continue
+                reduce.tell_at = now + PENDING_S
+                missing = tuple(name for name in self._workers(job) if name not in reduce.wanted)
+                if not missing:
+                    missing = (f"{job.expected - len(self._workers(job))} workers that have not joined",)
+                pending = ReducePending(operation, missing)
+                actions += [Send(name, "reducer", pending) for name in sorted(reduce.wanted)]
+        return actions
+
+    def _fail_reduces(self, job: _Job, reason: str) -> list[Action]:
+        """Who waits for a sum with somebody who is gone hears of it; planned ones break by themselves."""
+        actions: list[Action] = []
+        for operation, reduce in job.reduces.items():
+            failed = ReduceFailed(operation, f"all-reduce {operation}: {reason}")
+            actions += [Send(name, "reducer", failed) for name in sorted(reduce.wanted) if name in self._members]
+        job.reduces.clear()
+        return actions
+
+    # --- time and state ---------------------------------------------------------------------------------
+
+    def _plan_due(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for job in self._jobs.values():
+            book = job.book
+            if book is None or not job.ready or job.promoting or book.plan_at is None or now < book.plan_at:
+                continue
+            others = [
+                reserved
+                for each in self._jobs.values()
+                for pulling in each.pulls.values()
+                for reserved in pulling.reserved.values()
+            ]
+            others += [
+                reserved
+                for each in self._jobs.values()
+                if each is not job and each.book is not None
+                for reserved in each.book.reserved(now)
+            ]
+            actions += book.plan(self._network, others, self._members_of(job), now)
+        return actions
+
+    def next_deadline(self) -> float | None:
+        times = [seen + self._settings.silence_s for seen in self._seen.values()]
+        for job in self._jobs.values():
+            if job.book is not None and job.book.plan_at is not None and job.ready and not job.promoting:
+                times.append(job.book.plan_at)
+            times += [reduce.tell_at for reduce in job.reduces.values()]
+        return min(times, default=None)
+
+    def statistics(self) -> SchedulerStatistics:
+        totals = {"offers": 0, "granted": 0, "dropped": 0, "dropped_late": 0, "grouped": 0, "again": 0}
+        for job in self._jobs.values():
+            if job.book is not None:
+                totals = {key: totals[key] + job.book.counts[key] for key in totals}
+        return SchedulerStatistics(
+            members=len(self._members), jobs=len(self._jobs), fail_overs=self._fail_overs, **totals
+        )
+
+    def validate(self) -> None:
+        assert self._seen.keys() == self._members.keys(), "every member is watched"
+        for job in self._jobs.values():
+            if job.book is not None:
+                job.book.validate()
+
+
+def _by_suitability(members: dict[str, MemberInfo], role: str) -> list[str]:
+    """Who can take a role: those without a worker first, then the better linked, then by name."""
+    able = [member for member in members.values() if role in member.roles]
+    able.sort(key=lambda m: ("worker" in m.roles, -min(m.up_bytes_per_s, m.down_bytes_per_s), m.node))
+    return [member.node for member in able]
+
+
+def _difference(ours: tuple[ArraySpec, ...], theirs: tuple[ArraySpec, ...]) -> str:
+    mine = {array.name: array for array in ours}
+    yours = {array.name: array for array in theirs}
+    for name in (*mine, *yours):
+        if name not in yours:
+            return f"it lacks array {name!r}"
+        if name not in mine:
+            return f"array {name!r} is unknown"
+        if mine[name] != yours[name]:
+            return (
+                f"array {name!r} is {list(mine[name].shape)} of {mine[name].dtype} there and "
+                f"{list(yours[name].shape)} of {yours[name].dtype} here"
+            )
+    return ""

@@ -1,0 +1,620 @@
+"""The server: leads a shard, applies updates in the order it is given, exactly once each.
+
+It is the last judge of both bounds: no update older than the delay bound is applied, and no step becomes
+visible that would take the model further from its replica than the divergence bound allows. How far the
+replica may fall behind, and what is in flight to it, is `roles.replication`'s business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from mlfabric.events import (
+    DeadlinePassed,
+    Event,
+    MessageReceived,
+    StepMeasured,
+    TransferArriving,
+    TransferFailed,
+    TransferFinished,
+    TransferSent,
+)
+from mlfabric.messages import (
+    Aggregate,
+    AppliedReport,
+    ControlMessage,
+    DurableWanted,
+    InitialPart,
+    LeftOut,
+    MemberUpdate,
+    ModelPart,
+    PullServed,
+    ReplicaAssigned,
+    ReplicaHas,
+    Replicate,
+    RuleSpec,
+    Sequence,
+    ServePull,
+    SettleSlot,
+    ShardReady,
+    Slot,
+    SlotLate,
+    SlotWithdrawn,
+    UpdateApplied,
+    UpdatePart,
+    UpdateRefused,
+    Version,
+    WithdrawSlot,
+)
+from mlfabric.roles.actions import (
+    AcceptTransfer,
+    Action,
+    CommitStep,
+    CreateShard,
+    FillShard,
+    FreeBuffer,
+    MeasureStep,
+    Note,
+    RefuseTransfer,
+    Send,
+    ServerSettings,
+    SnapshotShard,
+    StartTransfer,
+)
+from mlfabric.roles.applied import AppliedSet
+from mlfabric.roles.replication import ReplicaLink
+
+
+@dataclass(slots=True)
+class _Parcel:
+    """Bytes for this shard: one update, or a sum of several."""
+
+    buffer: str
+    weight: float
+    members: tuple[MemberUpdate, ...] | None  # of an aggregate; a single update's are in its slot
+    complete: bool = False
+
+
+@dataclass(slots=True)
+class _Place:
+    """A slot of the order that is neither applied nor given up."""
+
+    slot: Slot
+    lease_until: float
+    complained: bool = False
+    frozen: bool = False  # a withdrawal is being decided
+
+
+@dataclass(slots=True)
+class _Staged:
+    """The step that is computed and not yet visible."""
+
+    number: int
+    members: tuple[MemberUpdate, ...]
+    parcel: _Parcel
+    divergence: float = 0.0
+    withheld_since: float | None = None
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    buffer: str
+    users: int = 0
+
+
+class ServerStatistics(msgspec.Struct, frozen=True):
+    version: int
+    epoch: int
+    applied: int
+    messages: int
+    aggregated: int
+    overtaken: int
+    withheld: int
+    waiting: int
+    divergence: float
+    largest_delay: int
+
+
+class Server:
+    def __init__(self, settings: ServerSettings, rule: RuleSpec) -> None:
+        self._settings = settings
+        self._rule = rule
+        self._shard = settings.shard.index
+        self._epoch = settings.shard.epoch
+        self._version = settings.version
+        self._applied = AppliedSet(settings.applied)
+        self._filled = settings.promoted
+        self._max_delay: int | None = settings.settings.max_delay
+        self._places: dict[int, _Place] = {}  # by number, ascending
+        self._parcels: dict[str, _Parcel] = {}  # by update or group
+        self._arriving: dict[str, str] = {}  # transfer -> key of its parcel
+        self._initial: dict[str, InitialPart] = {}
+        self._withdrawn: set[str] = set()  # updates given up; late bytes of theirs are refused
+        self._staged: _Staged | None = None
+        self._snapshots: dict[tuple[int, bool], _Snapshot] = {}
+        self._serving: dict[str, tuple[ServePull, tuple[int, bool]]] = {}
+        self._barriers: list[ServePull] = []  # checkpoints waiting for the order to reach their number
+        self._link = ReplicaLink(self._shard, self._epoch, settings.settings.divergence)
+        self._counts = {"applied": 0, "messages": 0, "aggregated": 0, "overtaken": 0, "withheld": 0}
+        self._divergence = 0.0
+        self._largest_delay = 0
+
+    def begin(self) -> list[Action]:
+        if self._settings.promoted:
+            return []
+        return [CreateShard(self._settings.shard, self._rule, self._settings.dtype)]
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        match event:
+            case MessageReceived(sender=sender, message=DurableWanted(update=update)):
+                return self._want_durable(update, sender, now)
+            case MessageReceived(message=message):
+                return self._on_message(message, now)
+            case TransferArriving():
+                return self._arrive(event)
+            case TransferFinished(transfer=transfer):
+                return self._arrived(transfer, now)
+            case TransferSent(transfer=transfer):
+                return self._sent(transfer)
+            case TransferFailed(transfer=transfer, reason=reason):
+                return self._failed(transfer, reason, now)
+            case StepMeasured():
+                return self._measured(event, now)
+            case DeadlinePassed():
+                return [*self._retry_replication(now), *self._advance(now)]
+        return []
+
+    def _on_message(self, message: object, now: float) -> list[Action]:
+        match message:
+            case Sequence():
+                return self._sequenced(message, now)
+            case WithdrawSlot(number=number, reason=reason):
+                return self._withdraw(number, reason)
+            case SettleSlot():
+                return self._settle(message, now)
+            case ServePull():
+                self._barriers.append(message)
+                return self._serve_pulls()
+            case Replicate(rate_bytes_per_s=rate, reason=reason):
+                return self._replicate(reason, now, rate=rate)
+            case ReplicaHas():
+                return self._replica_has(message, now)
+            case ReplicaAssigned():
+                return self._replica_assigned(message, now)
+        return []
+
+    def _tell(self, message: ControlMessage) -> Send:
+        return Send(self._settings.scheduler, "scheduler", message)
+
+    # --- bytes come in ----------------------------------------------------------------------------------
+
+    def _arrive(self, event: TransferArriving) -> list[Action]:
+        match event.about:
+            case InitialPart() as about:
+                self._initial[event.transfer] = about
+                return [AcceptTransfer(event.transfer, f"initial/{self._shard}", self._settings.dtype)]
+            case UpdatePart() as about:
+                refusal = self._refusal(about.epoch, about.update)
+                if about.update in self._applied:
+                    refusal = f"{about.update} is already applied"
+                if refusal:
+                    return [RefuseTransfer(event.transfer, refusal)]
+                return self._accept(event, about.update, _Parcel("", about.weight, None))
+            case Aggregate() as about:
+                return self._arrive_aggregate(event, about)
+        return [RefuseTransfer(event.transfer, "a server takes updates and sums of them only")]
+
+    def _arrive_aggregate(self, event: TransferArriving, about: Aggregate) -> list[Action]:
+        refusal = self._refusal(about.epoch, about.group)
+        if refusal:
+            return [RefuseTransfer(event.transfer, refusal)]
+        known = [member.update for member in about.members if member.update in self._applied]
+        if known:
+            # Its sum can't be taken apart: refuse it whole and have the others offered again.
+            reason = f"{', '.join(known)} in group {about.group} already applied"
+            rest = tuple(m.update for m in about.members if m.update not in self._applied)
+            self._drop_place_of(about.group)
+            return [
+                RefuseTransfer(event.transfer, reason),
+                self._tell(LeftOut(about.group, self._shard, rest, reason)),
+            ]
+        return self._accept(event, about.group, _Parcel("", about.weight, about.members))
+
+    def _refusal(self, epoch: int, key: str) -> str | None:
+        if epoch != self._epoch:
+            return f"meant for epoch {epoch}, this is {self._epoch}"
+        if key in self._withdrawn:
+            return f"{key} was given up"
+        held = self._parcels.get(key)
+        return f"{key} is already here" if held is not None and held.complete else None
+
+    def _accept(self, event: TransferArriving, key: str, parcel: _Parcel) -> list[Action]:
+        parcel.buffer = f"parcel/{event.transfer}"
+        self._parcels[key] = parcel
+        self._arriving[event.transfer] = key
+        return [AcceptTransfer(event.transfer, parcel.buffer, self._settings.dtype)]
+
+    def _arrived(self, transfer: str, now: float) -> list[Action]:
+        if transfer in self._initial:
+            return self._fill(self._initial.pop(transfer), now)
+        key = self._arriving.pop(transfer, None)
+        if key is None:
+            return []
+        parcel = self._parcels.get(key)
+        if parcel is None or parcel.buffer != f"parcel/{transfer}":
+            return [FreeBuffer(f"parcel/{transfer}")]
+        parcel.complete = True
+        return self._advance(now)
+
+    def _fill(self, about: InitialPart, now: float) -> list[Action]:
+        self._filled = True
+        self._version = about.version
+        buffer = f"initial/{self._shard}"
+        filled: list[Action] = [FillShard(self._shard, buffer, about.with_state), FreeBuffer(buffer)]
+        ready = ShardReady(self._shard, self._epoch, replica_filled=False)
+        return [*filled, self._tell(ready), *self._replicate("the replica is empty", now)]
+
+    def _failed(self, transfer: str, reason: str, now: float) -> list[Action]:
+        if transfer in self._serving:
+            return self._sent(transfer)
+        if self._link.is_transfer(transfer):
+            return self._link.broke(now)
+        key = self._arriving.pop(transfer, None)
+        if key is None:
+            return []
+        parcel = self._parcels.get(key)
+        if parcel is not None and parcel.buffer == f"parcel/{transfer}":
+            del self._parcels[key]
+        return [FreeBuffer(f"parcel/{transfer}")]
+
+    # --- the order --------------------------------------------------------------------------------------
+
+    def _sequenced(self, message: Sequence, now: float) -> list[Action]:
+        if message.epoch != self._epoch:
+            return []
+        self._max_delay = message.max_delay
+        actions: list[Action] = []
+        for slot in message.slots:
+            if slot.group is None and slot.members[0].update in self._applied:
+                actions += self._acknowledge_again(slot.members[0])
+                continue
+            for member in slot.members:
+                self._withdrawn.discard(member.update)
+            self._places[slot.number] = _Place(slot, now + slot.lease_s)
+        return actions + self._advance(now)
+
+    def _acknowledge_again(self, member: MemberUpdate) -> list[Action]:
+        """It came a second time, after a fault: the worker hears that it is in, the scheduler too."""
+        version = Version(self._epoch, self._version)
+        ack = UpdateApplied(member.update, self._shard, version, 0, self._link.durable_version())
+        return [
+            Send(member.worker, "worker", ack),
+            self._tell(self._report((member.update,))),
+            *self._free_parcel(member.update),
+        ]
+
+    def _report(self, updates: tuple[str, ...]) -> AppliedReport:
+        return AppliedReport(
+            self._shard, self._epoch, self._version, updates, self._divergence, self._link.acknowledged_version()
+        )
+
+    def _advance(self, now: float) -> list[Action]:
+        """Stage the next step whose turn it is; complain about who is late where that blocks others."""
+        if self._staged is not None or not self._filled:
+            return []
+        waiting: list[_Place] = []
+        limit = min((b.after_number for b in self._barriers if b.after_number is not None), default=None)
+        for number, place in self._places.items():
+            if limit is not None and number > limit:
+                break
+            parcel = self._parcel_of(place)
+            if parcel is None or not parcel.complete or place.frozen:
+                waiting.append(place)
+                continue
+            members = parcel.members or place.slot.members
+            if not self._may_overtake(waiting, len(members)):
+                return self._complain(waiting, now)
+            return self._stage(number, place, members, parcel, waiting)
+        return []
+
+    def _parcel_of(self, place: _Place) -> _Parcel | None:
+        key = place.slot.group or place.slot.members[0].update
+        return self._parcels.get(key)
+
+    def _may_overtake(self, waiting: list[_Place], count: int) -> bool:
+        """Whether all that wait would still be within their bound after `count` others went ahead."""
+        if self._max_delay is None:
+            return True
+        position = self._version + count
+        for place in waiting:
+            for member in place.slot.members:
+                if position - self._base_count(member) > self._max_delay:
+                    return False
+                position += 1
+        return True
+
+    def _base_count(self, member: MemberUpdate) -> int:
+        """The version it was computed from; versions a fail-over undid count as where the fail-over began."""
+        since = (start.count for start in self._settings.fail_overs if start.epoch > member.base.epoch)
+        return min((member.base.count, *since))
+
+    def _complain(self, waiting: list[_Place], now: float) -> list[Action]:
+        actions: list[Action] = []
+        for place in waiting:
+            if now >= place.lease_until and not place.complained:
+                place.complained = True
+                silent = now - place.lease_until + place.slot.lease_s
+                actions.append(self._tell(SlotLate(self._shard, place.slot.number, silent)))
+        return actions
+
+    def _stage(
+        self,
+        number: int,
+        place: _Place,
+        members: tuple[MemberUpdate, ...],
+        parcel: _Parcel,
+        waiting: list[_Place],
+    ) -> list[Action]:
+        del self._places[number]
+        too_old = [
+            member.update
+            for offset, member in enumerate(members)
+            if self._max_delay is not None
+            and self._version + offset - self._base_count(member) > self._max_delay
+        ]
+        if too_old:
+            return self._refuse_old(place, members, too_old)
+        self._counts["overtaken"] += len(waiting)
+        self._staged = _Staged(number, members, parcel)
+        actions: list[Action] = []
+        if waiting:
+            names = ", ".join(m.update for w in waiting for m in w.slot.members)
+            note = Note("overtook", f"{names} still in transit, within their bound", _names(members))
+            actions.append(note)
+        return [*actions, MeasureStep(self._shard, parcel.buffer, parcel.weight, len(members))]
+
+    def _refuse_old(
+        self, place: _Place, members: tuple[MemberUpdate, ...], too_old: list[str]
+    ) -> list[Action]:
+        key = place.slot.group or members[0].update
+        reason = f"older than the bound of {self._max_delay} when its turn came"
+        rest = tuple(member.update for member in members if member.update not in too_old)
+        actions: list[Action] = [
+            Send(member.worker, "worker", UpdateRefused(member.update, self._shard, reason))
+            for member in members
+            if member.update in too_old
+        ]
+        actions += [self._tell(UpdateRefused(update, self._shard, reason)) for update in too_old]
+        if rest:
+            actions.append(self._tell(LeftOut(place.slot.group or "", self._shard, rest, reason)))
+        return [*actions, *self._free_parcel(key)]
+
+    def _free_parcel(self, key: str) -> list[Action]:
+        parcel = self._parcels.get(key)
+        if parcel is None or not parcel.complete:
+            return []
+        del self._parcels[key]
+        return [FreeBuffer(parcel.buffer)]
+
+    # --- a step becomes visible -------------------------------------------------------------------------
+
+    def _measured(self, event: StepMeasured, now: float) -> list[Action]:
+        staged = self._staged
+        if staged is None:
+            return []
+        staged.divergence = event.divergence
+        if self._link.allows(event.divergence):
+            return self._commit(now)
+        if staged.withheld_since is None:
+            staged.withheld_since = now
+            self._counts["withheld"] += 1
+        reason = f"divergence would be {event.divergence:.4g}, bound {self._settings.settings.divergence:.4g}"
+        note = Note("withheld", reason, _names(staged.members), value=event.divergence)
+        if self._link.is_level(self._version):
+            # The replica holds all there is, and this one step alone exceeds the bound: it goes there first.
+            return [note, *self._replicate(reason, now, ahead=True)]
+        return [note, *self._replicate(reason, now)]
+
+    def _commit(self, now: float) -> list[Action]:
+        staged, self._staged = self._staged, None
+        assert staged is not None
+        self._divergence = staged.divergence
+        self._counts["messages"] += 1
+        self._counts["applied"] += len(staged.members)
+        if len(staged.members) > 1:
+            self._counts["aggregated"] += len(staged.members)
+        actions: list[Action] = [CommitStep(self._shard)]
+        acks: list[Action] = []
+        for member in staged.members:
+            delay = self._version - self._base_count(member)
+            self._largest_delay = max(self._largest_delay, delay)
+            self._version += 1
+            self._applied.add(member.update, member.floor)
+            version = Version(self._epoch, self._version)
+            ack = UpdateApplied(member.update, self._shard, version, delay, self._link.durable_version())
+            acks.append(Send(member.worker, "worker", ack))
+        keys = {staged.members[0].update} | {k for k, p in self._parcels.items() if p is staged.parcel}
+        for key in keys:
+            actions += self._free_parcel(key)
+        actions += [*acks, self._tell(self._report(_names(staged.members)))]
+        return [*actions, *self._drop_applied_places(), *self._serve_pulls(), *self._advance(now)]
+
+    def _drop_applied_places(self) -> list[Action]:
+        """An update that was granted again and came by its first way after all needs no second place."""
+        actions: list[Action] = []
+        for number, place in list(self._places.items()):
+            if place.slot.group is None and place.slot.members[0].update in self._applied:
+                del self._places[number]
+                actions += self._acknowledge_again(place.slot.members[0])
+        return actions
+
+    # --- giving up on late ones -------------------------------------------------------------------------
+
+    def _withdraw(self, number: int, reason: str) -> list[Action]:
+        place = self._places.get(number)
+        gone = place is not None
+        if place is not None:
+            parcel = self._parcel_of(place)
+            if parcel is not None and parcel.complete:
+                gone = False
+            else:
+                place.frozen = True
+        return [self._tell(SlotWithdrawn(self._shard, self._epoch, number, gone))]
+
+    def _settle(self, message: SettleSlot, now: float) -> list[Action]:
+        place = self._places.get(message.number)
+        if place is None:
+            return []
+        place.frozen = False
+        actions: list[Action] = []
+        if message.dropped:
+            del self._places[message.number]
+            if message.final:
+                self._withdrawn.update(_names(place.slot.members))
+            if place.slot.group:
+                self._withdrawn.add(place.slot.group)
+            key = place.slot.group or place.slot.members[0].update
+            actions = self._free_parcel(key)
+        return [*actions, *self._serve_pulls(), *self._advance(now)]
+
+    def _drop_place_of(self, group: str) -> None:
+        for number, place in list(self._places.items()):
+            if place.slot.group == group:
+                del self._places[number]
+
+    # --- pulls ------------------------------------------------------------------------------------------
+
+    def _serve_pulls(self) -> list[Action]:
+        actions: list[Action] = []
+        for wanted in list(self._barriers):
+            after = wanted.after_number
+            if after is not None and (self._staged or any(number <= after for number in self._places)):
+                continue
+            self._barriers.remove(wanted)
+            actions += self._serve(wanted)
+        return actions
+
+    def _serve(self, wanted: ServePull) -> list[Action]:
+        key = (self._version, wanted.with_state)
+        actions: list[Action] = []
+        if key not in self._snapshots:
+            buffer = f"model/{self._shard}/{self._epoch}.{self._version}.{int(wanted.with_state)}"
+            self._snapshots[key] = _Snapshot(buffer)
+            actions.append(SnapshotShard(self._shard, buffer, wanted.with_state))
+        snapshot = self._snapshots[key]
+        snapshot.users += 1
+        transfer = f"{wanted.pull}/{self._shard}/{self._epoch}.{self._version}"
+        self._serving[transfer] = (wanted, key)
+        about = ModelPart(wanted.pull, self._shard, Version(self._epoch, self._version), wanted.with_state)
+        actions.append(
+            StartTransfer(
+                transfer=transfer,
+                node=wanted.node,
+                role="worker",
+                buffer=snapshot.buffer,
+                about=about,
+                rate_bytes_per_s=wanted.rate_bytes_per_s,
+            )
+        )
+        return actions
+
+    def _sent(self, transfer: str) -> list[Action]:
+        if transfer not in self._serving:
+            return []
+        wanted, key = self._serving.pop(transfer)
+        snapshot = self._snapshots[key]
+        snapshot.users -= 1
+        actions: list[Action] = [self._tell(PullServed(wanted.pull, self._shard))]
+        if snapshot.users == 0:
+            del self._snapshots[key]
+            actions.append(FreeBuffer(snapshot.buffer))
+        return actions
+
+    # --- replication ------------------------------------------------------------------------------------
+
+    def _replicate(
+        self, reason: str, now: float, rate: float | None = None, ahead: bool = False
+    ) -> list[Action]:
+        if not self._filled:
+            return []
+        applied = self._applied
+        version = self._version
+        if ahead:
+            assert self._staged is not None
+            applied = AppliedSet(self._applied.frozen())
+            for member in self._staged.members:
+                applied.add(member.update, member.floor)
+            version += len(self._staged.members)
+        return self._link.send(version, applied.frozen(), reason, rate, ahead)
+
+    def _retry_replication(self, now: float) -> list[Action]:
+        if not self._link.retry_due(now):
+            return []
+        ahead = self._staged is not None and self._link.is_level(self._version)
+        return self._replicate("the last attempt broke off", now, ahead=ahead)
+
+    def _replica_has(self, message: ReplicaHas, now: float) -> list[Action]:
+        if message.epoch != self._epoch:
+            return []
+        first = not self._link.filled
+        actions, ahead = self._link.acknowledged(message)
+        if first and self._link.filled:
+            actions.append(self._tell(ShardReady(self._shard, self._epoch, replica_filled=True)))
+        if ahead:
+            staged = self._staged
+            assert staged is not None
+            staged.divergence = 0.0
+            return actions + self._commit(now)
+        if self._staged is not None and self._staged.withheld_since is not None:
+            parcel = self._staged.parcel
+            actions.append(MeasureStep(self._shard, "", parcel.weight, len(self._staged.members)))
+        elif self._link.has_waiters() and not self._link.is_level(self._version):
+            actions += self._replicate("a worker waits for durability", now)
+        return actions
+
+    def _replica_assigned(self, message: ReplicaAssigned, now: float) -> list[Action]:
+        actions = self._link.assigned(message.replica, message.reason)
+        if message.replica is not None:
+            return actions + self._replicate("the replica is empty", now)
+        if self._staged is not None and self._staged.withheld_since is not None:
+            actions += self._commit(now)
+        return actions
+
+    def _want_durable(self, update: str, worker: str, now: float) -> list[Action]:
+        answer = self._link.wait_for(update, worker, self._version)
+        if answer:
+            return answer
+        return self._replicate("a worker waits for durability", now)
+
+    # --- time and state ---------------------------------------------------------------------------------
+
+    def next_deadline(self) -> float | None:
+        times = [place.lease_until for place in self._places.values() if not place.complained]
+        retry = self._link.retry_at
+        if retry is not None:
+            times.append(retry)
+        return min(times, default=None)
+
+    def statistics(self) -> ServerStatistics:
+        return ServerStatistics(
+            version=self._version,
+            epoch=self._epoch,
+            **self._counts,
+            waiting=len(self._places),
+            divergence=self._divergence,
+            largest_delay=self._largest_delay,
+        )
+
+    def validate(self) -> None:
+        numbers = list(self._places)
+        assert numbers == sorted(numbers), "places are kept in the order of their numbers"
+        assert self._max_delay is None or self._largest_delay <= self._max_delay, "an applied update was too old"
+        for snapshot in self._snapshots.values():
+            assert snapshot.users > 0, f"{snapshot.buffer} has no user"
+        self._link.validate()
+
+
+def _names(members: tuple[MemberUpdate, ...]) -> tuple[str, ...]:
+    return tuple(member.update for member in members)
