@@ -25,6 +25,16 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
+class Reserved:
+    """A transfer under way: what it still has to move, and the rate it was granted."""
+
+    source: str  # host
+    target: str  # host
+    remaining_bytes: float
+    rate_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Shard:
     """One part of a job's model: who leads it, who follows, which share of an update's bytes it gets."""
 
@@ -47,6 +57,10 @@ class JobState:
     policy: str = "mlfabric"
     weight: float = 1.0
     max_rate_bytes_per_s: float | None = None
+    last_served: str = ""  # the worker whose turn was last, for round robin
+    objective: str = "mean"  # of completion times; "last" for synchronous steps
+    chunk_bytes: int | None = None  # aggregators may forward chunk by chunk (chains); None: store and forward
+    levels: int = 1  # of store-and-forward aggregation; 2: sums may be summed again
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +103,9 @@ class Group:
     finish_s: float  # when the sum is at the server
     rate_bytes_per_s: float
     reason: str
+    target: str = ""  # host the sum goes to: the server, or the aggregator of the parent group
+    parent: str | None = None  # group that this group's sum is a member of
+    chain: tuple[str, ...] = ()  # hosts in order if chunks are forwarded as they are summed, last to server
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,65 @@
+"""Fair sharing, the order that is no order: everything moves at once, every link is split max-min.
+
+This is what a network does when nobody plans, and the baseline `fair-share`. Rates are those of the first
+moment, held to the end of each transfer; they are feasible, so the ledger can hold them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlfabric.plan.aggregation import Block, Cargo, Layout
+from mlfabric.plan.reservation import INF, Booking, Ledger, Path, Staircase, snap_rate
+
+
+def share_rates(paths: Sequence[Path], residual: dict[int, float], limit: float = INF) -> list[float]:
+    """Max-min fair rates: fill all equally, freeze those over the link that is full first, go on.
+
+    `residual` is what each staircase (by id) has to give. A path without links gets an infinite rate.
+    """
+    rates = [INF if not path else 0.0 for path in paths]
+    left = dict(residual)
+    users: dict[int, set[int]] = {}
+    for index, path in enumerate(paths):
+        for stairs in path:
+            users.setdefault(id(stairs), set()).add(index)
+    while True:
+        full = min(
+            (
+                (left[key] / len(waiting), order)
+                for order, (key, waiting) in enumerate(users.items())
+                if waiting
+            ),
+            default=None,
+        )
+        if full is None:
+            return rates
+        level = snap_rate(min(full[0], limit))
+        key = list(users)[full[1]]
+        frozen = list(users[key]) if full[0] <= limit else [i for w in users.values() for i in w]
+        for index in set(frozen):
+            rates[index] = level
+            for stairs in paths[index]:
+                left[id(stairs)] -= level
+                users[id(stairs)].discard(index)
+
+
+def lay_out_fairly(ledger: Ledger, cargo: Cargo, now_s: float) -> Layout:
+    """Every part starts now at its fair rate."""
+    count, shards = len(cargo.hosts), range(len(cargo.servers))
+    paths = [ledger.path(cargo.hosts[i], cargo.servers[s]) for i in range(count) for s in shards]
+    touched: dict[int, Staircase] = {id(stairs): stairs for path in paths for stairs in path}
+    # A link's fair split may rely only on what it has left for good: until the last transfer under way ends.
+    residual = {key: max(0.0, min(stairs.residuals[:-1])) for key, stairs in touched.items()}
+    rates = share_rates(paths, residual, cargo.limit)
+    sizes = [size for parts in cargo.parts for size in parts]
+    bookings: dict[int, Booking] = {}
+    for k, (path, rate, size) in enumerate(zip(paths, rates, sizes, strict=True)):
+        if rate > 0:
+            bookings[k] = ledger.hold(path, rate, now_s, now_s + size / rate)
+    for k, (path, size) in enumerate(zip(paths, sizes, strict=True)):
+        if k not in bookings:  # a link is taken for now: queue behind those that hold it
+            bookings[k] = ledger.reserve(path, size, now_s, cargo.limit)
+    parts = [[bookings[i * len(shards) + s] for s in shards] for i in range(count)]
+    finishes = [max(booking.finish_s for booking in row) for row in parts]
+    return Layout([Block(0, count)] if count else [], parts, [], finishes)
