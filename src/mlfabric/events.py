@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from mlfabric.messages import ControlMessage, JobSettings, RuleSpec, TransferAbout
+from mlfabric.messages import ArraySpec, ControlMessage, JobSettings, RuleSpec, TransferAbout
 
 
 class Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -78,7 +78,7 @@ class JoinRequested(Event, frozen=True):
 
 class PublishRequested(Event, frozen=True):
     buffer: str
-    arrays: tuple[Any, ...]
+    arrays: tuple[ArraySpec, ...]
     rule: RuleSpec
     settings: JobSettings
     elements: int

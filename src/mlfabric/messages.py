@@ -190,7 +190,7 @@ class Promote(Message, frozen=True):
 
 
 class AppliedIds(msgspec.Struct, frozen=True):
-    """Ids applied: per worker, all below `floor` are settled; of those above, exactly the listed are applied."""
+    """Per worker: all below `floor` are settled; of those above, exactly the listed are applied."""
 
     floor: dict[str, int] = {}
     above: dict[str, tuple[int, ...]] = {}
@@ -301,8 +301,6 @@ class GatherGroup(Message, frozen=True):
     shard: int
     epoch: int
     members: tuple[MemberUpdate, ...]
-    elements: int
-    dtype: str
     server: str  # node
     rate_bytes_per_s: float
     forward_in_s: float  # at the latest, with what is there
@@ -526,6 +524,7 @@ class TransferHeader(msgspec.Struct, frozen=True):
     transfer: str
     role: str
     size_bytes: int
+    dtype: str
     about: TransferAbout
     cause: str = ""
 
@@ -534,7 +533,8 @@ ControlMessage = (
     Join | JoinAccepted | JoinRefused | Members | Leave | Heartbeat | HeartbeatSeen | NodeLost
     | PublishWanted | PublishFirst | PublishRefused | JobReady | LeadShard | FollowShard | ReplicaAssigned
     | ShardReady | Promote | Promoted | LeaderChanged | JobFailed
-    | TransferRefused | OfferUpdate | Grant | DropUpdate | OfferAgain | Sequence | GatherGroup | LeaveOut | LeftOut
+    | TransferRefused | OfferUpdate | Grant | DropUpdate | OfferAgain | Sequence
+    | GatherGroup | LeaveOut | LeftOut
     | UpdateApplied | UpdateRefused | AppliedReport | SlotLate | WithdrawSlot | SlotWithdrawn | SettleSlot
     | Replicate | ReplicaHas | DurableWanted | UpdateDurable
     | PullWanted | ServePull | PullServed | PullFailed

@@ -12,6 +12,7 @@ import msgspec
 from mlfabric.events import Event
 from mlfabric.messages import (
     AppliedIds,
+    ArraySpec,
     ControlMessage,
     JobSettings,
     MemberInfo,
@@ -67,7 +68,6 @@ class AcceptTransfer(Action, frozen=True):
 
     transfer: str
     buffer: str
-    dtype: str
     start: int | None = None
 
 
@@ -110,6 +110,7 @@ class FillShard(Action, frozen=True):
     shard: int
     buffer: str
     with_state: bool
+    version: int
 
 
 class MeasureStep(Action, frozen=True):
@@ -164,7 +165,7 @@ class ResolvePublish(Action, frozen=True):
 class JobBecameReady(Action, frozen=True):
     """Tell the application what it trains: arrays, shards and rule."""
 
-    arrays: tuple[Any, ...]
+    arrays: tuple[ArraySpec, ...]
     shards: tuple[ShardRange, ...]
     settings: JobSettings
     rule: RuleSpec
@@ -218,6 +219,7 @@ class ServerSettings(msgspec.Struct, frozen=True):
     """How a server begins; after a promotion with what its replica held."""
 
     shard: ShardRange
+    rule: RuleSpec
     settings: JobSettings
     scheduler: str
     dtype: str

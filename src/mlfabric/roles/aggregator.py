@@ -95,8 +95,7 @@ class Aggregator:
             return [RefuseTransfer(event.transfer, f"{about.update} is already in group {group}")]
         buffer = f"member/{event.transfer}"
         self._arriving[event.transfer] = (buffer, about)
-        dtype = gathering.order.dtype if gathering.order else ""
-        return [AcceptTransfer(event.transfer, buffer, dtype)]
+        return [AcceptTransfer(event.transfer, buffer)]
 
     def _add(self, transfer: str) -> list[Action]:
         if transfer not in self._arriving:
@@ -152,7 +151,11 @@ class Aggregator:
         weight = sum(gathering.got[member.update] for member in members)
         return [
             *actions,
-            Note("forwarded", f"{len(members)} of {len(order.members)}: {why}", tuple(m.update for m in members)),
+            Note(
+                "forwarded",
+                f"{len(members)} of {len(order.members)}: {why}",
+                tuple(m.update for m in members),
+            ),
             StartTransfer(
                 transfer=transfer,
                 node=order.server,
@@ -173,7 +176,9 @@ class Aggregator:
         updates = tuple(member.update for member in order.members)
         return [
             FreeBuffer(_sum_buffer(order.group)),
-            self._tell(LeftOut(order.group, order.shard, updates, f"the sum could not be forwarded: {reason}")),
+            self._tell(
+                LeftOut(order.group, order.shard, updates, f"the sum could not be forwarded: {reason}")
+            ),
         ]
 
     def _discard_older(self, change: LeaderChanged) -> list[Action]:

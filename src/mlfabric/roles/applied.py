@@ -6,7 +6,7 @@ from mlfabric.messages import AppliedIds, split_update_id
 
 
 class AppliedSet:
-    """A set of update ids. What a worker has settled (below its floor) is forgotten and counts as contained."""
+    """A set of update ids. What a worker has settled, below its floor, is forgotten and counts as in it."""
 
     def __init__(self, ids: AppliedIds | None = None) -> None:
         ids = ids or AppliedIds()
@@ -27,7 +27,9 @@ class AppliedSet:
     def frozen(self) -> AppliedIds:
         return AppliedIds(
             floor=dict(sorted(self._floor.items())),
-            above={label: tuple(sorted(numbers)) for label, numbers in sorted(self._above.items()) if numbers},
+            above={
+                label: tuple(sorted(numbers)) for label, numbers in sorted(self._above.items()) if numbers
+            },
         )
 
     def __len__(self) -> int:

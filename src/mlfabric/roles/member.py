@@ -61,8 +61,8 @@ class Member:
                 return [ResolveJoin("", reason)]
             case MessageReceived(message=LeadShard() as lead):
                 self._taken += 1
-                server = ServerSettings(lead.shard, lead.settings, lead.scheduler, lead.dtype)
-                return [StartRole(f"server.{lead.shard.index}", (server, lead.rule))]
+                server = ServerSettings(lead.shard, lead.rule, lead.settings, lead.scheduler, lead.dtype)
+                return [StartRole(f"server.{lead.shard.index}", server)]
             case MessageReceived(message=FollowShard() as follow):
                 self._taken += 1
                 replica = ReplicaSettings(

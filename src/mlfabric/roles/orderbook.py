@@ -42,6 +42,8 @@ BATCH_S = 0.002
 LOOKAHEAD = 0.25
 LOOKAHEAD_S = 0.005
 # How much longer than planned a group may gather and an update may stay away before it is given up.
+# Inside a host a plan's rate is infinite; messages carry finite numbers.
+MAX_RATE = 1e12
 PATIENCE = 2.0
 PATIENCE_S = 1.0
 
@@ -124,13 +126,11 @@ class _Withdrawal:
 
 
 class OrderBook:
-    def __init__(self, job: str, settings: JobSettings, elements: int, dtype: str, itemsize: int) -> None:
+    def __init__(self, job: str, settings: JobSettings, elements: int) -> None:
         self.job = job
         self.settings = settings
         self.shards: dict[int, ShardBook] = {}
         self._elements = elements
-        self._dtype = dtype
-        self._itemsize = itemsize
         self._waiting: dict[str, _Waiting] = {}
         self._granted: dict[str, _Granted] = {}
         self._groups: dict[str, _Gathering] = {}
@@ -211,11 +211,9 @@ class OrderBook:
 
     def reserved(self, now: float) -> list[Reserved]:
         """What is under way for this job, as far as it should still be."""
-        parts = [part for granted in self._granted.values() for part in granted.parts.values()]
-        return [
-            _remainder(held.reserved, held.finish_s, now)
-            for held in (*parts, *self._groups.values())
-        ]  # fmt: skip
+        held: list[_GrantedPart | _Gathering] = list(self._groups.values())
+        held += [part for granted in self._granted.values() for part in granted.parts.values()]
+        return [_remainder(each.reserved, each.finish_s, now) for each in held]
 
     def plan(
         self, network: Network, others: list[Reserved], members: Mapping[str, MemberInfo], now: float
@@ -236,7 +234,9 @@ class OrderBook:
             actions += self._release(plan, released, members, bound, now)
         rest = plan.placed[len(released) :]
         if rest:
-            starts = [part.start_s - _lookahead(part.finish_s - part.start_s) for p in rest for part in p.parts]
+            starts = [
+                part.start_s - _lookahead(part.finish_s - part.start_s) for p in rest for part in p.parts
+            ]
             self._plan_soon(max(min(starts), now + BATCH_S))
         return actions
 
@@ -271,7 +271,7 @@ class OrderBook:
             Shard(
                 index=index,
                 server=members[book.range.leader].host,
-                replica=members[book.range.replica].host if book.range.replica in members else None,
+                replica=_host_of(book.range.replica, members),
                 share=book.range.count / self._elements,
             )
             for index, book in sorted(self.shards.items())
@@ -333,7 +333,9 @@ class OrderBook:
                 granted.parts[part.shard] = _GrantedPart(part.shard, slot, name, reserved, part.finish_s)
                 epoch = self.shards[part.shard].range.epoch
                 wait = max(part.start_s - now, 0.0)
-                routes.append(PartRoute(part.shard, node, role, part.rate_bytes_per_s, wait, epoch, name))
+                routes.append(
+                    PartRoute(part.shard, node, role, min(part.rate_bytes_per_s, MAX_RATE), wait, epoch, name)
+                )
             self._granted[placed.update] = granted
             grants += [
                 Note("placed", f"number {number}: {placed.reason}", (placed.update,)),
@@ -369,9 +371,7 @@ class OrderBook:
                 shard=group.shard,
                 slot=number,
                 members=set(),
-                reserved=Reserved(
-                    group.aggregator, server, float(group.size_bytes), group.rate_bytes_per_s
-                ),
+                reserved=Reserved(group.aggregator, server, float(group.size_bytes), group.rate_bytes_per_s),
                 finish_s=group.finish_s,
             )
             self._groups[gathered.book.group] = gathered.book
@@ -391,10 +391,8 @@ class OrderBook:
                 shard=group.shard,
                 epoch=range_.epoch,
                 members=tuple(entry.members),
-                elements=range_.count,
-                dtype=self._dtype,
                 server=range_.leader,
-                rate_bytes_per_s=group.rate_bytes_per_s,
+                rate_bytes_per_s=min(group.rate_bytes_per_s, MAX_RATE),
                 forward_in_s=(group.ready_s - now) * 1.5 + PATIENCE_S / 2,
                 reason=group.reason,
             )
@@ -412,7 +410,9 @@ class OrderBook:
         for index, ordered in slots.items():
             if not ordered:
                 continue
-            complete = tuple(slot if slot.group is None else gathered[slot.group].slot(slot) for slot in ordered)
+            complete = tuple(
+                slot if slot.group is None else gathered[slot.group].slot(slot) for slot in ordered
+            )
             range_ = self.shards[index].range
             message = Sequence(index, range_.epoch, complete, bound)
             actions.append(Send(range_.leader, f"server.{index}", message))
@@ -434,7 +434,7 @@ class OrderBook:
             for index in waiting.offer.shards:
                 book = self.shards[index].range
                 source, target = members[waiting.worker].host, members[book.leader].host
-                rate = min(network.rate(source, target), 1e12)
+                rate = min(network.rate(source, target), MAX_RATE)
                 size = waiting.offer.size_bytes * book.count / self._elements
                 finish = now + size / rate
                 reserved = Reserved(source, target, size, rate)
@@ -581,7 +581,9 @@ class OrderBook:
             for update in gathering.members:
                 granted = self._granted.get(update)
                 assert granted is not None, f"{update} in group {name} is not granted"
-                assert any(part.group == name for part in granted.parts.values()), f"{update} is not in {name}"
+                assert any(part.group == name for part in granted.parts.values()), (
+                    f"{update} is not in {name}"
+                )
 
 
 def _remainder(reserved: Reserved, finish_s: float, now: float) -> Reserved:
@@ -589,6 +591,10 @@ def _remainder(reserved: Reserved, finish_s: float, now: float) -> Reserved:
     planned = reserved.remaining_bytes
     left = min(max((finish_s - now) * reserved.rate_bytes_per_s, 0.02 * planned), planned)
     return Reserved(reserved.source, reserved.target, left, reserved.rate_bytes_per_s)
+
+
+def _host_of(node: str | None, members: Mapping[str, MemberInfo]) -> str | None:
+    return members[node].host if node is not None and node in members else None
 
 
 def _lookahead(duration_s: float) -> float:
@@ -617,6 +623,6 @@ def _node_on(host: str, members: Mapping[str, MemberInfo], worker: str) -> str:
     """The node that sums on this host: the worker itself where it lives there, else the first by name."""
     if members[worker].host == host:
         return worker
-    return min(name for name, member in members.items() if member.host == host and "aggregator" in member.roles)
-
-
+    return min(
+        name for name, member in members.items() if member.host == host and "aggregator" in member.roles
+    )

@@ -131,8 +131,8 @@ class Reducer:
             assert operation.plan is not None, "a distributed piece needs our part, which needs the plan"
             assert operation.wanted is not None
             start, _ = _piece(operation.plan, about.rank)
-            return [AcceptTransfer(event.transfer, operation.wanted.buffer, "", start=start)]
-        return [AcceptTransfer(event.transfer, f"piece/{event.transfer}", "")]
+            return [AcceptTransfer(event.transfer, operation.wanted.buffer, start=start)]
+        return [AcceptTransfer(event.transfer, f"piece/{event.transfer}")]
 
     def _arrived(self, transfer: str) -> list[Action]:
         for number, operation in self._operations.items():

@@ -60,10 +60,14 @@ class Replica:
 
     def _arrive(self, event: TransferArriving, about: ReplicaPart) -> list[Action]:
         if self._promoted or about.epoch < self._epoch or about.version < self._version:
-            return [RefuseTransfer(event.transfer, f"version {about.epoch}:{about.version} is behind this replica")]
+            return [
+                RefuseTransfer(
+                    event.transfer, f"version {about.epoch}:{about.version} is behind this replica"
+                )
+            ]
         buffer = f"replica/{event.transfer}"
         self._arriving[event.transfer] = (buffer, about, event.sender)
-        return [AcceptTransfer(event.transfer, buffer, self._settings.dtype)]
+        return [AcceptTransfer(event.transfer, buffer)]
 
     def _adopt(self, buffer: str, about: ReplicaPart, leader: str) -> list[Action]:
         if self._promoted or about.version < self._version:
@@ -74,9 +78,11 @@ class Replica:
             self._state_version = about.state_version
         shard = self._settings.shard.index
         return [
-            FillShard(shard, buffer, about.with_state),
+            FillShard(shard, buffer, about.with_state, about.version),
             FreeBuffer(buffer),
-            Send(leader, f"server.{shard}", ReplicaHas(shard, about.epoch, about.version, self._state_version)),
+            Send(
+                leader, f"server.{shard}", ReplicaHas(shard, about.epoch, about.version, self._state_version)
+            ),
         ]
 
     def _promote(self, promote: Promote) -> list[Action]:
@@ -91,6 +97,7 @@ class Replica:
         lead = msgspec.structs.replace(shard, epoch=promote.epoch, replica=None)
         settings = ServerSettings(
             shard=lead,
+            rule=self._settings.rule,
             settings=self._settings.settings,
             scheduler=self._settings.scheduler,
             dtype=self._settings.dtype,
@@ -102,8 +109,10 @@ class Replica:
         )
         return [
             *(FreeBuffer(buffer) for buffer, _, _ in self._arriving.values()),
-            Note("promoted", f"leads from version {self._version} in epoch {promote.epoch}: {promote.reason}"),
-            StartRole(f"server.{shard.index}", (settings, self._settings.rule)),
+            Note(
+                "promoted", f"leads from version {self._version} in epoch {promote.epoch}: {promote.reason}"
+            ),
+            StartRole(f"server.{shard.index}", settings),
             reply,
         ]
 

@@ -55,7 +55,7 @@ from mlfabric.messages import (
 )
 from mlfabric.plan.values import Reserved
 from mlfabric.roles.actions import Action, Note, SchedulerSettings, Send
-from mlfabric.roles.orderbook import OrderBook, ShardBook
+from mlfabric.roles.orderbook import MAX_RATE, OrderBook, ShardBook
 from mlfabric.topology import Host, Network
 
 # A replica is brought up to date in spare time once it has used up this share of its bound.
@@ -233,7 +233,9 @@ class Scheduler:
         job.waiting.pop(node, None)
         for pull in [name for name, pulling in job.pulls.items() if pulling.node == node]:
             del job.pulls[pull]
-        actions += self._fail_reduces(job, f"{node} was lost ({reason})" if reason != "it left" else f"{node} left")
+        actions += self._fail_reduces(
+            job, f"{node} was lost ({reason})" if reason != "it left" else f"{node} left"
+        )
         if job.book is None:
             return actions
         actions += job.book.node_lost(node, reason)
@@ -271,8 +273,7 @@ class Scheduler:
         if not leaders:
             return []
         job.placed = True
-        itemsize = 8 if wanted.dtype == "float64" else 4
-        book = OrderBook(job.name, wanted.settings, wanted.elements, wanted.dtype, itemsize)
+        book = OrderBook(job.name, wanted.settings, wanted.elements)
         job.book = book
         count = min(wanted.settings.shards, wanted.elements)
         cuts = [wanted.elements * i // count for i in range(count + 1)]
@@ -326,7 +327,9 @@ class Scheduler:
         bound = job.book.max_delay(workers)
         if bound is None or bound >= workers - 1:
             return []
-        reason = f"a delay bound of {bound} with {workers} workers forces drops; the mean delay is {workers - 1}"
+        reason = (
+            f"a delay bound of {bound} with {workers} workers forces drops; the mean delay is {workers - 1}"
+        )
         return [Note("bound-tight", reason, loud=True)]
 
     def _shard_ready(self, job: _Job, message: ShardReady) -> list[Action]:
@@ -336,7 +339,9 @@ class Scheduler:
             return []
         shard.ready = True
         shard.replica_filled = shard.replica_filled or message.replica_filled
-        done = all(s.ready and (s.replica_filled or s.range.replica is None) for s in job.book.shards.values())
+        done = all(
+            s.ready and (s.replica_filled or s.range.replica is None) for s in job.book.shards.values()
+        )
         if job.ready or not done:
             return []
         job.ready = True
@@ -488,7 +493,7 @@ class Scheduler:
         """What the path has left beside other pulls; never less than a fair part of it."""
         here, there = self._members[source].host, self._members[target].host
         if here == there:
-            return 1e12
+            return MAX_RATE
         path = self._network.path(here, there)
         rate = float("inf")
         for link in path:
@@ -549,7 +554,9 @@ class Scheduler:
         actions: list[Action] = []
         for operation, reduce in job.reduces.items():
             failed = ReduceFailed(operation, f"all-reduce {operation}: {reason}")
-            actions += [Send(name, "reducer", failed) for name in sorted(reduce.wanted) if name in self._members]
+            actions += [
+                Send(name, "reducer", failed) for name in sorted(reduce.wanted) if name in self._members
+            ]
         job.reduces.clear()
         return actions
 

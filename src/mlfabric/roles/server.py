@@ -7,7 +7,7 @@ replica may fall behind, and what is in flight to it, is `roles.replication`'s b
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -34,7 +34,6 @@ from mlfabric.messages import (
     ReplicaAssigned,
     ReplicaHas,
     Replicate,
-    RuleSpec,
     Sequence,
     ServePull,
     SettleSlot,
@@ -118,9 +117,8 @@ class ServerStatistics(msgspec.Struct, frozen=True):
 
 
 class Server:
-    def __init__(self, settings: ServerSettings, rule: RuleSpec) -> None:
+    def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
-        self._rule = rule
         self._shard = settings.shard.index
         self._epoch = settings.shard.epoch
         self._version = settings.version
@@ -144,7 +142,7 @@ class Server:
     def begin(self) -> list[Action]:
         if self._settings.promoted:
             return []
-        return [CreateShard(self._settings.shard, self._rule, self._settings.dtype)]
+        return [CreateShard(self._settings.shard, self._settings.rule, self._settings.dtype)]
 
     def handle(self, event: Event, now: float) -> list[Action]:
         match event:
@@ -194,7 +192,7 @@ class Server:
         match event.about:
             case InitialPart() as about:
                 self._initial[event.transfer] = about
-                return [AcceptTransfer(event.transfer, f"initial/{self._shard}", self._settings.dtype)]
+                return [AcceptTransfer(event.transfer, f"initial/{self._shard}")]
             case UpdatePart() as about:
                 refusal = self._refusal(about.epoch, about.update)
                 if about.update in self._applied:
@@ -234,7 +232,7 @@ class Server:
         parcel.buffer = f"parcel/{event.transfer}"
         self._parcels[key] = parcel
         self._arriving[event.transfer] = key
-        return [AcceptTransfer(event.transfer, parcel.buffer, self._settings.dtype)]
+        return [AcceptTransfer(event.transfer, parcel.buffer)]
 
     def _arrived(self, transfer: str, now: float) -> list[Action]:
         if transfer in self._initial:
@@ -252,7 +250,10 @@ class Server:
         self._filled = True
         self._version = about.version
         buffer = f"initial/{self._shard}"
-        filled: list[Action] = [FillShard(self._shard, buffer, about.with_state), FreeBuffer(buffer)]
+        filled: list[Action] = [
+            FillShard(self._shard, buffer, about.with_state, about.version),
+            FreeBuffer(buffer),
+        ]
         ready = ShardReady(self._shard, self._epoch, replica_filled=False)
         return [*filled, self._tell(ready), *self._replicate("the replica is empty", now)]
 
@@ -297,7 +298,12 @@ class Server:
 
     def _report(self, updates: tuple[str, ...]) -> AppliedReport:
         return AppliedReport(
-            self._shard, self._epoch, self._version, updates, self._divergence, self._link.acknowledged_version()
+            self._shard,
+            self._epoch,
+            self._version,
+            updates,
+            self._divergence,
+            self._link.acknowledged_version(),
         )
 
     def _advance(self, now: float) -> list[Action]:
@@ -610,7 +616,9 @@ class Server:
     def validate(self) -> None:
         numbers = list(self._places)
         assert numbers == sorted(numbers), "places are kept in the order of their numbers"
-        assert self._max_delay is None or self._largest_delay <= self._max_delay, "an applied update was too old"
+        assert self._max_delay is None or self._largest_delay <= self._max_delay, (
+            "an applied update was too old"
+        )
         for snapshot in self._snapshots.values():
             assert snapshot.users > 0, f"{snapshot.buffer} has no user"
         self._link.validate()

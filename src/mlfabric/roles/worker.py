@@ -106,7 +106,6 @@ class Worker:
         self._settings = settings
         self._shards: dict[int, ShardRange] = {}
         self._bases: tuple[Version, ...] = ()
-        self._dtype = "float32"
         self._publish: PublishRequested | None = None
         self._updates: dict[str, _Update] = {}
         self._undurable: dict[str, dict[int, Version]] = {}  # committed, not known to be at the replica
@@ -216,7 +215,6 @@ class Worker:
     def _job_ready(self, message: JobReady) -> list[Action]:
         publishing = self._publish is not None
         self._shards = {shard.index: shard for shard in message.shards}
-        self._dtype = message.dtype
         if not self._bases:
             self._bases = tuple(Version(0, 0) for _ in message.shards)
         ready = JobBecameReady(message.arrays, message.shards, message.settings, message.rule)
@@ -393,11 +391,15 @@ class Worker:
 
     def _want_durable(self, update: str) -> list[Action]:
         if update in self._updates:
-            return [ResolveDurable(update, f"update {update} is not committed yet; wait for its result first")]
+            return [
+                ResolveDurable(update, f"update {update} is not committed yet; wait for its result first")
+            ]
         shards = self._undurable.get(update)
         if not shards:
             if all(shard.replica is None for shard in self._shards.values()):
-                return [ResolveDurable(update, "this job has no replica; publish with divergence= to get one")]
+                return [
+                    ResolveDurable(update, "this job has no replica; publish with divergence= to get one")
+                ]
             return [ResolveDurable(update)]
         self._durable_waits[update] = set(shards)
         return [
@@ -427,7 +429,7 @@ class Worker:
         if pull is None or about.version.epoch < self._shards[about.shard].epoch:
             return [RefuseTransfer(event.transfer, f"pull {about.pull} is not waited for")]
         pull.transfers[event.transfer] = (about.shard, about.version)
-        return [AcceptTransfer(event.transfer, _pull_buffer(about.pull, about.shard), self._dtype)]
+        return [AcceptTransfer(event.transfer, _pull_buffer(about.pull, about.shard))]
 
     def _model_arrived(self, transfer: str) -> list[Action]:
         for name, pull in self._pulls.items():

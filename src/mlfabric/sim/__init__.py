@@ -1,0 +1,1 @@
+"""The simulator: the same roles as between real hosts, over flows and in virtual time."""

@@ -1,0 +1,147 @@
+"""The bytes of a node: named buffers and shards, and the arithmetic that actions ask for.
+
+`ArrayData` holds real arrays and serves the runtime and the simulator alike. A buffer belongs to one name;
+what is accepted is bounded by `limit_bytes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from mlfabric.errors import FabricError
+from mlfabric.messages import RuleSpec, ShardRange
+from mlfabric.numerics import ShardStore, Vector, make_rule
+
+# What arrays on the wire may be made of.
+WIRE_DTYPES = frozenset(
+    f"{kind}{bits}"
+    for kind, widths in (("float", (16, 32, 64)), ("int", (8, 16, 32, 64)), ("uint", (8, 16, 32, 64)))
+    for bits in widths
+)
+
+
+class DataPlane(Protocol):
+    """What a node needs done to bytes. Sizes only are enough for some simulations."""
+
+    def outgoing(self, buffer: str, ranges: Sequence[tuple[int, int]], scale: float) -> Vector: ...
+    def incoming(self, buffer: str, dtype: str, size_bytes: int, start: int | None) -> Vector: ...
+    def take(self, buffer: str) -> Vector: ...
+    def put(self, buffer: str, vector: Vector) -> None: ...
+    def free(self, buffer: str) -> None: ...
+    def add_into(self, target: str, source: str) -> None: ...
+    def sum_pieces(self, target: str, start: int, count: int, pieces: Sequence[str]) -> None: ...
+    def create_shard(self, shard: ShardRange, rule: RuleSpec, dtype: str) -> None: ...
+    def fill_shard(self, shard: int, buffer: str, with_state: bool, version: int) -> None: ...
+    def measure_step(
+        self, shard: int, buffer: str, weight: float, members: int
+    ) -> tuple[float, float, float]: ...
+    def commit_step(self, shard: int) -> None: ...
+    def snapshot_shard(
+        self, shard: int, buffer: str, with_state: bool, with_staged: bool, for_replica: bool
+    ) -> None: ...
+    def mark_image(self, shard: int, buffer: str | None) -> None: ...
+
+
+class ArrayData:
+    """Real arrays. With `mirror` a shard's weights live in a file, so that they can be read after a kill."""
+
+    def __init__(self, limit_bytes: int = 16 * 2**30, mirror: Path | None = None) -> None:
+        self._buffers: dict[str, Vector] = {}
+        self.shards: dict[int, ShardStore] = {}
+        self._limit_bytes = limit_bytes
+        self._mirror = mirror
+
+    def held_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def names(self) -> list[str]:
+        return sorted(self._buffers)
+
+    def outgoing(self, buffer: str, ranges: Sequence[tuple[int, int]], scale: float) -> Vector:
+        whole = self._buffers[buffer]
+        parts = [whole[start : start + count] for start, count in ranges] or [whole]
+        vector = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return vector if scale == 1.0 else vector * vector.dtype.type(scale)
+
+    def incoming(self, buffer: str, dtype: str, size_bytes: int, start: int | None) -> Vector:
+        if dtype not in WIRE_DTYPES:
+            raise FabricError(f"a transfer of {dtype!r} can't be taken")
+        kind = np.dtype(dtype)
+        if size_bytes % kind.itemsize:
+            raise FabricError(f"a transfer of {size_bytes} bytes is no whole number of {dtype}")
+        count = size_bytes // kind.itemsize
+        if start is not None:
+            target = self._buffers[buffer]
+            if target.dtype != kind or start + count > len(target):
+                raise FabricError(f"a transfer of {count} {dtype} does not fit its place in {buffer}")
+            return target[start : start + count]
+        if self.held_bytes() + size_bytes > self._limit_bytes:
+            raise FabricError(f"no memory for {size_bytes} bytes beside {self.held_bytes()} held")
+        self._buffers[buffer] = np.empty(count, kind)
+        return self._buffers[buffer]
+
+    def take(self, buffer: str) -> Vector:
+        return self._buffers.pop(buffer)
+
+    def put(self, buffer: str, vector: Vector) -> None:
+        self._buffers[buffer] = vector
+
+    def free(self, buffer: str) -> None:
+        self._buffers.pop(buffer, None)
+
+    def add_into(self, target: str, source: str) -> None:
+        if target in self._buffers:
+            self._buffers[target] += self._buffers[source]
+        else:
+            self._buffers[target] = self._buffers[source].copy()
+
+    def sum_pieces(self, target: str, start: int, count: int, pieces: Sequence[str]) -> None:
+        place = self._buffers[target][start : start + count]
+        total: Vector | None = None
+        for piece in pieces:
+            part = self._buffers[piece] if piece else place
+            total = part.copy() if total is None else np.add(total, part, out=total)
+        assert total is not None
+        place[:] = total
+
+    def create_shard(self, shard: ShardRange, rule: RuleSpec, dtype: str) -> None:
+        weights = None
+        if self._mirror is not None:
+            self._mirror.mkdir(parents=True, exist_ok=True)
+            path = self._mirror / f"shard{shard.index}.weights"
+            weights = np.memmap(path, dtype, mode="w+", shape=(shard.count,))
+        self.shards[shard.index] = ShardStore(shard.count, dtype, make_rule(rule), weights)
+
+    def fill_shard(self, shard: int, buffer: str, with_state: bool, version: int) -> None:
+        self.shards[shard].fill(self._buffers[buffer], with_state, version)
+
+    def measure_step(
+        self, shard: int, buffer: str, weight: float, members: int
+    ) -> tuple[float, float, float]:
+        store = self.shards[shard]
+        if buffer:
+            store.stage(self._buffers[buffer], weight, members)
+        return store.measure()
+
+    def commit_step(self, shard: int) -> None:
+        self.shards[shard].commit()
+
+    def snapshot_shard(
+        self, shard: int, buffer: str, with_state: bool, with_staged: bool, for_replica: bool
+    ) -> None:
+        store = self.shards[shard]
+        vector = store.snapshot(with_state, with_staged)
+        self._buffers[buffer] = vector
+        if for_replica:
+            store.coming_image = vector[: len(store.weights)]
+
+    def mark_image(self, shard: int, buffer: str | None) -> None:
+        store = self.shards[shard]
+        if buffer is None:
+            store.image = store.coming_image = None
+        else:
+            store.image, store.coming_image = self._buffers.pop(buffer)[: len(store.weights)], None

@@ -1,0 +1,334 @@
+"""One process of the fabric: hosts the roles, feeds them events, carries out what they answer.
+
+Everything that touches the world goes through a `Driver`: the runtime's engine, with sockets and wall time,
+or the simulator, with flows and virtual time. Everything that touches bytes goes through a `DataPlane`.
+What a node does itself is the same under both, and every event and action of it goes into the log.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Protocol, cast
+
+import msgspec
+
+from mlfabric.data import DataPlane
+from mlfabric.errors import FabricError
+from mlfabric.eventlog import LogSink
+from mlfabric.events import (
+    DeadlinePassed,
+    Event,
+    LogRecord,
+    MessageReceived,
+    PeerLost,
+    StepMeasured,
+    TransferArriving,
+    TransferFailed,
+    TransferFinished,
+    TransferSent,
+)
+from mlfabric.messages import (
+    ControlMessage,
+    HeartbeatSeen,
+    Members,
+    NodeLost,
+    TransferHeader,
+    TransferRefused,
+)
+from mlfabric.numerics import Vector
+from mlfabric.roles.actions import (
+    AcceptTransfer,
+    Action,
+    AddInto,
+    CancelTransfer,
+    CommitStep,
+    CreateShard,
+    FillShard,
+    FreeBuffer,
+    MarkReplicaImage,
+    MeasureStep,
+    MemberSettings,
+    Note,
+    RefuseTransfer,
+    ReplicaSettings,
+    Role,
+    SchedulerSettings,
+    Send,
+    ServerSettings,
+    SnapshotShard,
+    StartRole,
+    StartTransfer,
+    SumPieces,
+    WorkerSettings,
+)
+from mlfabric.roles.aggregator import Aggregator
+from mlfabric.roles.member import Member
+from mlfabric.roles.reducer import Reducer
+from mlfabric.roles.replica import Replica
+from mlfabric.roles.scheduler import Scheduler
+from mlfabric.roles.server import Server
+from mlfabric.roles.worker import Worker
+
+# Each role with the settings it begins from; the part of a role's name before the dot chooses.
+ROLE_TYPES: dict[str, tuple[type[Any], type[Any]]] = {
+    "member": (Member, MemberSettings),
+    "worker": (Worker, WorkerSettings),
+    "aggregator": (Aggregator, WorkerSettings),
+    "reducer": (Reducer, WorkerSettings),
+    "server": (Server, ServerSettings),
+    "replica": (Replica, ReplicaSettings),
+    "scheduler": (Scheduler, SchedulerSettings),
+}
+
+
+def make_role(name: str, settings: Any) -> tuple[Role, list[Action]]:
+    """A role in its first state, and what it wants done to begin."""
+    role_type, settings_type = ROLE_TYPES[name.split(".")[0]]
+    role = role_type(msgspec.convert(settings, settings_type))
+    begin = getattr(role, "begin", None)
+    return cast(Role, role), begin() if begin else []
+
+
+class Driver(Protocol):
+    """What a node asks of the world it runs in."""
+
+    def now(self) -> float: ...
+    def clock_offset(self) -> tuple[float, float]:
+        """(offset to the scheduler's clock, uncertainty), in seconds."""
+        ...
+
+    def send(self, node: str, role: str, message: ControlMessage, cause: str) -> None: ...
+    def start_transfer(
+        self, node: str, header: TransferHeader, payload: Vector, rate_bytes_per_s: float | None
+    ) -> None: ...
+    def cancel_transfer(self, transfer: str) -> None: ...
+    def observe(self, message: Members | HeartbeatSeen | NodeLost) -> None:
+        """Membership news that the driver itself needs: addresses, the clock, who is gone."""
+        ...
+
+    def resolve(self, action: Action) -> None:
+        """An answer for the application."""
+        ...
+
+
+class Node:
+    def __init__(self, name: str, driver: Driver, data: DataPlane, log: LogSink) -> None:
+        self.name = name
+        self.data = data
+        self.roles: dict[str, Role] = {}
+        self._driver = driver
+        self._log = log
+        self._count = 0
+        self._queue: deque[tuple[str, Event, str]] = deque()
+        self._running = False
+        self._outgoing: dict[str, str] = {}  # transfer -> role that sends it
+        self._incoming: dict[str, tuple[str, str, TransferHeader]] = {}  # transfer -> (role, sender, header)
+        self._places: dict[str, Vector] = {}  # accepted transfer -> where its bytes go
+        self._local: dict[str, Vector] = {}  # transfer inside this node -> its bytes
+
+    # --- from the driver and the application ------------------------------------------------------------
+
+    def start_role(self, name: str, settings: Any, cause: str = "") -> None:
+        role, begin = make_role(name, settings)
+        if name.startswith("server."):
+            self.roles.pop(name.replace("server", "replica"), None)
+        self.roles[name] = role
+        began = self._record(cause, name, "role", type(settings).__name__, settings)
+        for action in begin:
+            self._perform(name, action, began)
+
+    def post(self, role: str, event: Event, cause: str = "") -> None:
+        """Feed an event to a role, and all that follows from it."""
+        self._queue.append((role, event, cause))
+        self.run()
+
+    def message(self, sender: str, role: str, message: ControlMessage, cause: str) -> None:
+        if isinstance(message, TransferRefused):
+            self.transfer_failed(message.transfer, f"refused by {sender}: {message.reason}")
+            return
+        if isinstance(message, Members | HeartbeatSeen | NodeLost):
+            self._driver.observe(message)
+        self.post(role, MessageReceived(sender, message), cause)
+        if isinstance(message, NodeLost):
+            self.peer_lost(message.node, message.reason)
+
+    def transfer_arriving(self, sender: str, header: TransferHeader) -> Vector | None:
+        """Where the bytes of a transfer should go; None: they are not wanted."""
+        self._incoming[header.transfer] = (header.role, sender, header)
+        event = TransferArriving(header.transfer, sender, header.size_bytes, header.about)
+        if header.role in self.roles:
+            self.post(header.role, event, header.cause)
+        else:
+            self._refuse(header.transfer, f"{self.name} is no {header.role}", header.cause)
+        return self._places.get(header.transfer)
+
+    def transfer_finished(self, transfer: str) -> None:
+        role, _, header = self._incoming.pop(transfer)
+        self._places.pop(transfer, None)
+        self.post(role, TransferFinished(transfer), header.cause)
+
+    def transfer_sent(self, transfer: str) -> None:
+        role = self._outgoing.pop(transfer, None)
+        if role is not None:
+            self.post(role, TransferSent(transfer))
+
+    def transfer_failed(self, transfer: str, reason: str) -> None:
+        role = self._outgoing.pop(transfer, None)
+        if role is not None:
+            self._driver.cancel_transfer(transfer)
+        elif transfer in self._incoming:
+            role = self._incoming.pop(transfer)[0]
+            self._places.pop(transfer, None)
+        if role is not None:
+            self.post(role, TransferFailed(transfer, reason))
+
+    def peer_lost(self, node: str, reason: str) -> None:
+        for role in list(self.roles):
+            self.post(role, PeerLost(node, reason))
+
+    def next_deadline(self) -> float | None:
+        times = [at for role in self.roles.values() if (at := role.next_deadline()) is not None]
+        return min(times, default=None)
+
+    def tick(self) -> None:
+        """Tell the roles whose time has come."""
+        now = self._driver.now()
+        for name, role in list(self.roles.items()):
+            at = role.next_deadline()
+            if at is not None and at <= now:
+                self.post(name, DeadlinePassed())
+
+    def run(self) -> None:
+        if self._running:
+            return  # events that arise while one is handled wait for their turn
+        self._running = True
+        try:
+            while self._queue:
+                self._step(*self._queue.popleft())
+        finally:
+            self._running = False
+
+    # --- one step ---------------------------------------------------------------------------------------
+
+    def _step(self, name: str, event: Event, cause: str) -> None:
+        role = self.roles.get(name)
+        if role is None:
+            return
+        now = self._driver.now()
+        happened = self._record(cause, name, "event", type(event).__name__, event, now)
+        for action in role.handle(event, now):
+            did = self._record(happened, name, "action", type(action).__name__, action, now)
+            self._perform(name, action, did)
+
+    def _record(
+        self, cause: str, role: str, kind: str, type_: str, record: Any, now: float | None = None
+    ) -> str:
+        self._count += 1
+        id_ = f"{self.name}:{self._count}"
+        offset, uncertainty = self._driver.clock_offset()
+        at = self._driver.now() if now is None else now
+        self._log.write(LogRecord(id_, cause, self.name, role, at, offset, uncertainty, kind, type_, record))
+        return id_
+
+    def _perform(self, role: str, action: Action, cause: str) -> None:
+        data = self.data
+        match action:
+            case Send(node=node, role=to, message=message):
+                if node == self.name:
+                    if isinstance(message, Members | HeartbeatSeen | NodeLost):
+                        self._driver.observe(message)
+                    self._queue.append((to, MessageReceived(self.name, message), cause))
+                else:
+                    self._driver.send(node, to, message, cause)
+            case StartTransfer():
+                self._start(role, action, cause)
+            case CancelTransfer(transfer=transfer):
+                if self._outgoing.pop(transfer, None) is not None:
+                    self._driver.cancel_transfer(transfer)
+            case AcceptTransfer():
+                self._accept(role, action, cause)
+            case RefuseTransfer(transfer=transfer, reason=reason):
+                self._refuse(transfer, reason, cause)
+            case AddInto(target=target, source=source):
+                data.add_into(target, source)
+            case SumPieces():
+                data.sum_pieces(action.target, action.start, action.count, action.pieces)
+            case FreeBuffer(buffer=buffer):
+                data.free(buffer)
+            case CreateShard(shard=shard, rule=rule, dtype=dtype):
+                data.create_shard(shard, rule, dtype)
+            case FillShard():
+                data.fill_shard(action.shard, action.buffer, action.with_state, action.version)
+            case MeasureStep():
+                norms = data.measure_step(action.shard, action.buffer, action.weight, action.members)
+                self._queue.append((role, StepMeasured(action.shard, *norms), cause))
+            case CommitStep(shard=index):
+                data.commit_step(index)
+            case SnapshotShard():
+                data.snapshot_shard(
+                    action.shard, action.buffer, action.with_state, action.with_staged, action.for_replica
+                )
+            case MarkReplicaImage(shard=index, buffer=buffer):
+                data.mark_image(index, buffer)
+            case StartRole(role=name, settings=settings):
+                self.start_role(name, settings, cause)
+            case Note(loud=False):
+                pass
+            case _:
+                self._driver.resolve(action)
+
+    def _start(self, role: str, action: StartTransfer, cause: str) -> None:
+        payload = self.data.outgoing(action.buffer, action.ranges, action.scale)
+        header = TransferHeader(
+            action.transfer, action.role, payload.nbytes, str(payload.dtype), action.about, cause
+        )
+        self._outgoing[action.transfer] = role
+        if action.node == self.name:
+            self._copy_here(header, payload)
+        else:
+            self._driver.start_transfer(action.node, header, payload, action.rate_bytes_per_s)
+
+    def _copy_here(self, header: TransferHeader, payload: Vector) -> None:
+        """A transfer inside the node: the receiving role decides in its turn, then the bytes are copied."""
+        if header.role not in self.roles:
+            sending = self._outgoing.pop(header.transfer)
+            gone = TransferFailed(header.transfer, f"{self.name} is no {header.role}")
+            self._queue.append((sending, gone, header.cause))
+            return
+        event = TransferArriving(header.transfer, self.name, header.size_bytes, header.about)
+        self._incoming[header.transfer] = (header.role, self.name, header)
+        self._local[header.transfer] = payload
+        self._queue.append((header.role, event, header.cause))
+
+    def _accept(self, role: str, action: AcceptTransfer, cause: str) -> None:
+        if action.transfer not in self._incoming:
+            return
+        _, _, header = self._incoming[action.transfer]
+        try:
+            place = self.data.incoming(action.buffer, header.dtype, header.size_bytes, action.start)
+        except FabricError as error:
+            self._refuse(action.transfer, str(error), cause)
+            self._queue.append((role, TransferFailed(action.transfer, str(error)), cause))
+            return
+        payload = self._local.pop(action.transfer, None)
+        if payload is None:
+            self._places[action.transfer] = place
+            return
+        place[:] = payload
+        del self._incoming[action.transfer]
+        self._queue.append((role, TransferFinished(action.transfer), cause))
+        sending = self._outgoing.pop(action.transfer, None)
+        if sending is not None:
+            self._queue.append((sending, TransferSent(action.transfer), cause))
+
+    def _refuse(self, transfer: str, reason: str, cause: str) -> None:
+        if transfer not in self._incoming:
+            return
+        _, sender, _ = self._incoming.pop(transfer)
+        if sender == self.name:
+            self._local.pop(transfer, None)
+            sending = self._outgoing.pop(transfer, None)
+            if sending is not None:
+                self._queue.append((sending, TransferFailed(transfer, reason), cause))
+        else:
+            self._driver.send(sender, "member", TransferRefused(transfer, reason), cause)

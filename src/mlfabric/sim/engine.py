@@ -1,0 +1,357 @@
+"""Virtual time: a heap of (time, sequence, call), flows that share links, and the nodes of a fabric.
+
+A node here is the same `Node` as between real hosts; only its driver differs. Faults enter as calls at a
+time: a killed node's peers notice a closed connection, a stalled one is silent. Ties are broken by the order
+in which things were asked for, so equal inputs give equal runs.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mlfabric.client import Answer, Client
+from mlfabric.data import ArrayData, DataPlane
+from mlfabric.errors import FabricError
+from mlfabric.eventlog import LogSink, NoLog
+from mlfabric.events import Event
+from mlfabric.messages import (
+    ControlMessage,
+    HeartbeatSeen,
+    MemberInfo,
+    Members,
+    NodeLost,
+    TransferHeader,
+)
+from mlfabric.node import Node
+from mlfabric.numerics import Vector
+from mlfabric.roles.actions import Action, MemberSettings, SchedulerSettings
+from mlfabric.sim.flows import Flow, share_rates
+from mlfabric.topology import Network
+
+ALL_ROLES = ("worker", "aggregator", "server", "replica")
+
+# A process: yields a number of seconds to sleep, or an answer to wait for.
+Process = Generator[float | Answer, Any, None]
+
+
+@dataclass(slots=True)
+class _Transfer:
+    source: str  # node
+    target: str  # node
+    header: TransferHeader
+    payload: Vector
+    flow: Flow
+    place: Vector | None = None
+    under_way: bool = False
+
+
+@dataclass(slots=True)
+class LinkUse:
+    """What a link carried."""
+
+    carried_bytes: float = 0.0
+
+
+@dataclass(order=True, slots=True)
+class _Call:
+    at_s: float
+    sequence: int
+    do: Callable[[], None] = field(compare=False)
+
+
+class Simulation:
+    """The world: time, links, nodes."""
+
+    def __init__(self, network: Network, latency_s: float = 1e-4, log: LogSink | None = None) -> None:
+        self.now = 0.0
+        self.network = network
+        self.log = log or NoLog()
+        self.nodes: dict[str, SimNode] = {}
+        self.carried: dict[str, LinkUse] = {str(link): LinkUse() for link in network.links()}
+        self.latency_s = latency_s
+        self._heap: list[_Call] = []
+        self._sequence = 0
+        self._capacity = {link: network.capacity(link) for link in network.links()}
+        self._transfers: dict[tuple[str, str], _Transfer] = {}  # (source node, transfer)
+        self._moved_until = 0.0
+        self._flow_round = 0
+
+    # --- time -------------------------------------------------------------------------------------------
+
+    def at(self, at_s: float, do: Callable[[], None]) -> None:
+        self._sequence += 1
+        heapq.heappush(self._heap, _Call(max(at_s, self.now), self._sequence, do))
+
+    def run(self, until_s: float) -> None:
+        while self._heap and self._heap[0].at_s <= until_s:
+            call = heapq.heappop(self._heap)
+            self.now = call.at_s
+            call.do()
+        self.now = max(self.now, until_s)
+        self._move()
+
+    def spawn(self, process: Process, node: SimNode | None = None) -> None:
+        """Run a process; what it yields is slept or waited for. It ends with its node."""
+
+        def resume(value: Any = None, error: BaseException | None = None) -> None:
+            if node is not None and not node.alive:
+                return
+            try:
+                wanted = process.throw(error) if error is not None else process.send(value)
+            except (StopIteration, FabricError):
+                return
+            if isinstance(wanted, float | int):
+                self.at(self.now + wanted, resume)
+            else:
+                wanted.add_done_callback(lambda done: self.at(self.now, lambda: answered(done)))
+
+        def answered(done: Answer) -> None:
+            error = done.exception()
+            resume(None if error else done.result(), error)
+
+        self.at(self.now, resume)
+
+    # --- nodes ------------------------------------------------------------------------------------------
+
+    def add_scheduler(self, name: str, host: str, silence_s: float = 3.0) -> SimNode:
+        node = SimNode(self, name, host, ArrayData())
+        self.nodes[name] = node
+        node.node.start_role("scheduler", SchedulerSettings(name, silence_s))
+        return node
+
+    def add_node(
+        self,
+        name: str,
+        host: str,
+        scheduler: str,
+        roles: tuple[str, ...] = ALL_ROLES,
+        job: str = "job",
+        expected: int = 0,
+        data: DataPlane | None = None,
+    ) -> SimNode:
+        """A member; it joins at once. A node that also schedules keeps its scheduler."""
+        node = self.nodes.get(name) or SimNode(self, name, host, data or ArrayData())
+        if not node.alive:
+            node = SimNode(self, name, host, data or ArrayData())
+        self.nodes[name] = node
+        place = self.network.hosts[host]
+        member = MemberInfo(
+            name, host, "", roles, place.up_bytes_per_s, place.down_bytes_per_s, job, place.rack
+        )
+        node.node.start_role("member", MemberSettings(member, scheduler, expected))
+        node.joined = node.client.join()
+        return node
+
+    def kill(self, name: str) -> None:
+        """The process ends; whoever has a connection to it sees it close."""
+        node = self.nodes[name]
+        node.alive = False
+        self._break_transfers(name, f"{name} closed the connection")
+        for other in self.nodes.values():
+            if other.alive:
+                self.at(self.now + self.latency_s, lambda o=other: o.lost(name, "connection closed"))  # type: ignore[misc]
+
+    def stall(self, name: str) -> None:
+        """The process stops answering without closing anything; only its silence tells."""
+        self.nodes[name].alive = False
+        self._break_transfers(name, None)
+
+    def _break_transfers(self, name: str, reason: str | None) -> None:
+        for key, transfer in list(self._transfers.items()):
+            if name not in (transfer.source, transfer.target):
+                continue
+            self._end_flow(key)
+            other = transfer.target if transfer.source == name else transfer.source
+            if reason is not None and self.nodes[other].alive:
+                self._later(other, lambda n, t=transfer: n.transfer_failed(t.header.transfer, reason))  # type: ignore[misc]
+
+    def _later(self, name: str, do: Callable[[Node], None]) -> None:
+        def call() -> None:
+            node = self.nodes[name]
+            if node.alive:
+                do(node.node)
+                node.rearm()
+
+        self.at(self.now + self.latency_s, call)
+
+    # --- messages and flows -----------------------------------------------------------------------------
+
+    def deliver(self, source: str, target: str, do: Callable[[Node], None]) -> None:
+        if target in self.nodes and self.nodes[source].alive:
+            self._later(target, do)
+
+    def start_transfer(self, transfer: _Transfer) -> None:
+        key = (transfer.source, transfer.header.transfer)
+        self._transfers[key] = transfer
+
+        def arrive(node: Node) -> None:
+            if self._transfers.get(key) is not transfer:
+                return
+            transfer.place = node.transfer_arriving(transfer.source, transfer.header)
+            if transfer.place is None:
+                self._end_flow(key)
+                return
+            transfer.under_way = True
+            self._reshare()
+
+        self.deliver(transfer.source, transfer.target, arrive)
+
+    def cancel_transfer(self, source: str, name: str) -> None:
+        transfer = self._transfers.get((source, name))
+        if transfer is None:
+            return
+        self._end_flow((source, name))
+        self.deliver(source, transfer.target, lambda node: node.transfer_failed(name, "cancelled"))
+
+    def set_rate(self, host: str, up_bytes_per_s: float, down_bytes_per_s: float) -> None:
+        """The real links change; what the planner believes is its own business."""
+        self._move()
+        changed = replace(
+            self.network.hosts[host], up_bytes_per_s=up_bytes_per_s, down_bytes_per_s=down_bytes_per_s
+        )
+        self.network = self.network.with_host(changed)
+        self._capacity = {link: self.network.capacity(link) for link in self.network.links()}
+        self._reshare()
+
+    def _end_flow(self, key: tuple[str, str]) -> None:
+        if self._transfers.pop(key).under_way:
+            self._reshare()
+
+    def _moving(self) -> list[_Transfer]:
+        return [transfer for transfer in self._transfers.values() if transfer.under_way]
+
+    def _move(self) -> None:
+        """Let the flows run up to now."""
+        passed = self.now - self._moved_until
+        self._moved_until = self.now
+        if passed <= 0:
+            return
+        for transfer in self._moving():
+            moved = min(transfer.flow.rate * passed, transfer.flow.remaining)
+            transfer.flow.remaining -= moved
+            for link in transfer.flow.path:
+                self.carried[str(link)].carried_bytes += moved
+
+    def _reshare(self) -> None:
+        self._move()
+        moving = self._moving()
+        share_rates([t.flow for t in moving if t.flow.path], self._capacity)
+        for transfer in moving:
+            if not transfer.flow.path:
+                transfer.flow.rate = 1e12  # inside a host
+        self._flow_round += 1
+        if moving:
+            # A byte in a billion is rounding, not data: without it a flow could need another instant for it.
+            soonest = min(t.flow.remaining / t.flow.rate if t.flow.rate else float("inf") for t in moving)
+            if soonest != float("inf"):
+                this_round = self._flow_round
+                self.at(self.now + soonest, lambda: self._flows_due(this_round))
+
+    def _flows_due(self, flow_round: int) -> None:
+        if flow_round != self._flow_round:
+            return  # rates changed since
+        self._move()
+        done = [
+            (key, t)
+            for key, t in self._transfers.items()
+            if t.under_way and t.flow.remaining <= max(1e-6, 1e-9 * t.payload.nbytes)
+        ]
+        for key, _ in done:
+            del self._transfers[key]
+        self._reshare()
+        for _, transfer in done:
+            assert transfer.place is not None
+            transfer.place[:] = transfer.payload
+            name = transfer.header.transfer
+            self.deliver(transfer.source, transfer.target, lambda node, n=name: node.transfer_finished(n))  # type: ignore[misc]
+            source = self.nodes[transfer.source]
+            if source.alive:
+                source.node.transfer_sent(name)
+                source.rearm()
+
+
+class SimNode:
+    """A node's driver in virtual time."""
+
+    def __init__(self, sim: Simulation, name: str, host: str, data: DataPlane) -> None:
+        self.name = name
+        self.host = host
+        self.alive = True
+        self.node = Node(name, self, data, sim.log)
+        self.client = Client(self.node, self._post)
+        self.joined: Answer | None = None
+        self.warnings: list[str] = []
+        self._sim = sim
+        self._armed: float | None = None
+
+    def _post(self, role: str, event: Event, before: Callable[[], None]) -> None:
+        def call() -> None:
+            if self.alive:
+                before()
+                self.node.post(role, event)
+                self.rearm()
+
+        self._sim.at(self._sim.now, call)
+
+    def rearm(self) -> None:
+        """Make sure the roles are woken when the next of them wants to be."""
+        at = self.node.next_deadline()
+        if at is None or (self._armed is not None and self._armed <= at and self._armed > self._sim.now):
+            return
+        self._armed = at
+
+        def wake() -> None:
+            if self._armed == at:
+                self._armed = None
+            if self.alive:
+                self.node.tick()
+                self.rearm()
+
+        self._sim.at(at, wake)
+
+    def lost(self, name: str, reason: str) -> None:
+        if self.alive:
+            self.node.peer_lost(name, reason)
+            self.rearm()
+
+    # --- what the node asks for -------------------------------------------------------------------------
+
+    def now(self) -> float:
+        return self._sim.now
+
+    def clock_offset(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+    def send(self, node: str, role: str, message: ControlMessage, cause: str) -> None:
+        self._sim.deliver(self.name, node, lambda n: n.message(self.name, role, message, cause))
+
+    def start_transfer(
+        self, node: str, header: TransferHeader, payload: Vector, rate_bytes_per_s: float | None
+    ) -> None:
+        sim = self._sim
+        target = sim.nodes.get(node)
+        if target is None or not target.alive:
+            sim.at(
+                sim.now + sim.latency_s,
+                lambda: self.node.transfer_failed(header.transfer, f"{node} can't be reached"),
+            )
+            return
+        path = sim.network.path(self.host, target.host)
+        pace = rate_bytes_per_s if rate_bytes_per_s is not None else float("inf")
+        flow = Flow(header.transfer, path, float(max(payload.nbytes, 1)), pace)
+        sim.start_transfer(_Transfer(self.name, node, header, payload, flow))
+
+    def cancel_transfer(self, transfer: str) -> None:
+        self._sim.cancel_transfer(self.name, transfer)
+
+    def observe(self, message: Members | HeartbeatSeen | NodeLost) -> None:
+        pass
+
+    def resolve(self, action: Action) -> None:
+        if type(action).__name__ == "Note":
+            self.warnings.append(action.reason)  # type: ignore[attr-defined]
+        else:
+            self.client.resolve(action)
