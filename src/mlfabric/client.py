@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from mlfabric.data import WIRE_DTYPES
@@ -26,13 +27,14 @@ from mlfabric.events import (
     ReduceRequested,
     UpdateSubmitted,
 )
-from mlfabric.messages import JobSettings, Version, update_id
+from mlfabric.messages import JobSettings, RuleSpec, Version, update_id
 from mlfabric.node import Node
-from mlfabric.numerics import Layout, Rule, Vector
+from mlfabric.numerics import Layout, Rule, Sum, Vector
 from mlfabric.roles.actions import (
     Action,
     FailJob,
     JobBecameReady,
+    ReduceWaits,
     ResolveDurable,
     ResolveJoin,
     ResolvePublish,
@@ -92,7 +94,8 @@ class Client:
         self.state_vectors = 0
         self.failed: str | None = None
         self.lost: list[str] = []
-        self.on_ready: Callable[[], None] | None = None
+        self.rule_spec = RuleSpec("Sum")
+        self._pending_reduces: dict[int, tuple[str, ...]] = {}
 
     # --- calls ------------------------------------------------------------------------------------------
 
@@ -111,12 +114,14 @@ class Client:
         version: int = 0,
     ) -> Answer:
         layout = Layout.of(arrays)
+        if isinstance(rule, Sum):
+            settings = msgspec.structs.replace(settings, weigh=False)
         vectors = [layout.pack(arrays)]
         for name in sorted(state or {}):
             vectors.append(layout.pack((state or {})[name]))
         if state and len(state) != rule.vectors:
             raise FabricError(
-                f"the checkpoint has {len(state)} optimizer vectors, rule {rule.spec().name} needs {rule.vectors}"
+                f"the checkpoint has {len(state)} optimizer vectors, the rule needs {rule.vectors}"
             )
         whole = np.concatenate(vectors) if len(vectors) > 1 else vectors[0]
         event = PublishRequested(
@@ -160,6 +165,11 @@ class Client:
         event = ReduceRequested(number, buffer, flat.size, str(flat.dtype), flat.itemsize)
         return number, self._ask(buffer, "reducer", event, lambda: self._node.data.put(buffer, flat))
 
+    def waiting_for(self, operation: int) -> str:
+        """Who has not come to an all-reduce, as far as the scheduler said."""
+        missing = self._pending_reduces.get(operation)
+        return f"{', '.join(missing)} did not come" if missing else "its transfers are still under way"
+
     def _known_layout(self) -> Layout:
         if self.failed is not None:
             raise FabricError(self.failed)
@@ -194,8 +204,6 @@ class Client:
                 self.settings = action.settings
                 self.shard_ranges = tuple((shard.start, shard.count) for shard in action.shards)
                 self.rule_spec = action.rule
-                if self.on_ready is not None:
-                    self.on_ready()
             case ResolvePublish(error=error):
                 self._answer("publish", None, error, ShapeMismatch)
             case ResolveUpdate(update=update, lost=True):
@@ -212,6 +220,8 @@ class Client:
             case ResolveReduce(operation=operation, error=error):
                 self._node.data.free(f"reduce/{operation}")
                 self._answer(f"reduce/{operation}", None, error)
+            case ReduceWaits(operation=operation, missing=missing):
+                self._pending_reduces[operation] = missing
             case FailJob(reason=reason):
                 self.failed = reason
                 for key in list(self._answers):

@@ -46,6 +46,7 @@ class JobSettings(msgspec.Struct, frozen=True):
     shards: int = 1
     in_flight: int = 1
     aggregate: bool = True
+    weigh: bool = True  # updates that are very late count less
     policy: str = "mlfabric"
 
 
@@ -175,6 +176,7 @@ class ReplicaAssigned(Message, frozen=True):
     shard: int
     replica: str | None
     reason: str = ""
+    orderly: bool = False  # it left by itself
 
 
 class ShardReady(Message, frozen=True):
@@ -371,6 +373,7 @@ class SlotWithdrawn(Message, frozen=True):
     epoch: int
     number: int
     withdrawn: bool
+    waiting: bool = False  # not given up: it is complete and its turn will come
 
 
 class SettleSlot(Message, frozen=True):

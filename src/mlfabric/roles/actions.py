@@ -199,6 +199,13 @@ class ResolveReduce(Action, frozen=True):
     error: str | None = None
 
 
+class ReduceWaits(Action, frozen=True):
+    """Tell the application whom its all-reduce waits for."""
+
+    operation: int
+    missing: tuple[str, ...]
+
+
 class FailJob(Action, frozen=True):
     """Nothing more will come of this job; pending waits end with this sentence."""
 

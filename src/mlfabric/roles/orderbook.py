@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from mlfabric.messages import (
     AppliedReport,
     DropUpdate,
@@ -59,6 +61,7 @@ class ShardBook:
     ready: bool = False
     replica_filled: bool = False
     fail_overs: list[Version] = field(default_factory=list)
+    undurable: dict[str, int] = field(default_factory=dict)  # update -> version, not at the replica yet
 
     def base_count(self, base: Version) -> int:
         since = (start.count for start in self.fail_overs if start.epoch > base.epoch)
@@ -120,7 +123,8 @@ class _Withdrawal:
 
     update: str | None  # of a single update; a group's members are offered again by themselves
     why: str
-    ask: set[int]
+    asked: frozenset[int]
+    ask: set[int]  # have not answered yet
     drop: bool  # tell the worker that it is dropped
     refused: set[int] = field(default_factory=set)
 
@@ -135,6 +139,7 @@ class OrderBook:
         self._granted: dict[str, _Granted] = {}
         self._groups: dict[str, _Gathering] = {}
         self._withdrawals: dict[int, _Withdrawal] = {}
+        self._leaving: dict[tuple[int, str], int] = {}  # (shard, update) -> slot; may still be applied
         self._drops_in_row: dict[str, int] = {}
         self._next_number = 0
         self._next_group = 0
@@ -166,20 +171,30 @@ class OrderBook:
         book.version = max(book.version, report.version)
         book.divergence = report.divergence
         book.replica_version = report.replica_version
+        held = report.replica_version if report.replica_version is not None else report.version
+        book.undurable.update(dict.fromkeys(report.updates, report.version))
+        book.undurable = {update: at for update, at in book.undurable.items() if at > held}
         for update in report.updates:
+            self._leaving.pop((report.shard, update), None)
             granted = self._granted.get(update)
             if granted is not None:
                 self._finish_part(granted, report.shard)
                 self._drops_in_row.pop(granted.worker, None)
             waiting = self._waiting.get(update)
-            if waiting is not None and report.shard in waiting.offer.shards and len(self.shards) == 1:
-                del self._waiting[update]  # it came by its first way after all
+            if waiting is not None:  # offered again, and came by its first way after all
+                rest = tuple(index for index in waiting.offer.shards if index != report.shard)
+                waiting.offer = msgspec.structs.replace(waiting.offer, shards=rest)
+                if not rest:
+                    del self._waiting[update]
         self._plan_soon(now)
         return []
 
     def refused(self, update: str) -> None:
         """A server found it too old when its turn came; its worker knows."""
         granted = self._granted.get(update)
+        self._waiting.pop(update, None)
+        for shard in self.shards:
+            self._leaving.pop((shard, update), None)
         if granted is not None:
             self.counts["dropped_late"] += 1
             for shard in list(granted.parts):
@@ -207,7 +222,8 @@ class OrderBook:
 
     def placed_count(self, shard: int) -> int:
         under_way = sum(1 for granted in self._granted.values() if shard in granted.parts)
-        return self.shards[shard].version + under_way
+        leaving = sum(1 for index, _ in self._leaving if index == shard)
+        return self.shards[shard].version + under_way + leaving
 
     def reserved(self, now: float) -> list[Reserved]:
         """What is under way for this job, as far as it should still be."""
@@ -220,11 +236,11 @@ class OrderBook:
     ) -> list[Action]:
         """Plan what waits, tell everybody concerned what starts now, leave the rest for later."""
         self.plan_at = None
-        actions = self._grant_remainders(network, members, now)
-        if not self._waiting:
-            return actions
         workers = sum(1 for member in members.values() if "worker" in member.roles)
         bound = self.max_delay(workers)
+        actions = self._grant_remainders(network, members, bound, now)
+        if not self._decidable():
+            return actions
         state, offers = self._situation(network, members, workers, bound)
         plan = plan_updates(network, [*others, *self.reserved(now)], state, offers, now)
         for drop in plan.drops:
@@ -240,13 +256,18 @@ class OrderBook:
             self._plan_soon(max(min(starts), now + BATCH_S))
         return actions
 
+    def _decidable(self) -> list[_Waiting]:
+        """What waits, but for updates whose first way may still lead to the model: nobody decides twice."""
+        undecided = {update for _, update in self._leaving}
+        return [waiting for update, waiting in self._waiting.items() if update not in undecided]
+
     def _situation(
         self, network: Network, members: Mapping[str, MemberInfo], workers: int, bound: int | None
     ) -> tuple[JobState, list[Offer]]:
         placed = {index: self.placed_count(index) for index in self.shards}
         top = max(placed.values())
         offers = []
-        for waiting in self._waiting.values():
+        for waiting in self._decidable():
             offer = waiting.offer
             behind = max(
                 placed[index] - self.shards[index].base_count(offer.bases[index]) for index in self.shards
@@ -314,6 +335,7 @@ class OrderBook:
             self._next_number += 1
             self.counts["granted"] += 1
             lease = (placed.finish_s - now) * PATIENCE + PATIENCE_S
+            weight = placed.weight if self.settings.weigh else 1.0
             granted = _Granted(waiting.offer, waiting.worker, number, {})
             routes = []
             for part in placed.parts:
@@ -342,7 +364,7 @@ class OrderBook:
                 Send(
                     waiting.worker,
                     "worker",
-                    Grant(placed.update, number, placed.weight, tuple(routes), placed.reason),
+                    Grant(placed.update, number, weight, tuple(routes), placed.reason),
                 ),
             ]
         return [*self._sequences(slots, gathered, bound), *self._gather_orders(gathered, now), *grants]
@@ -419,11 +441,12 @@ class OrderBook:
         return actions
 
     def _grant_remainders(
-        self, network: Network, members: Mapping[str, MemberInfo], now: float
+        self, network: Network, members: Mapping[str, MemberInfo], bound: int | None, now: float
     ) -> list[Action]:
         """An update that some shards have applied can't be dropped any more: its other parts go at once."""
         actions: list[Action] = []
-        for update, waiting in list(self._waiting.items()):
+        for waiting in self._decidable():
+            update = waiting.offer.update
             if len(waiting.offer.shards) == len(self.shards):
                 continue
             del self._waiting[update]
@@ -441,7 +464,7 @@ class OrderBook:
                 granted.parts[index] = _GrantedPart(index, number, None, reserved, finish)
                 routes.append(PartRoute(index, book.leader, f"server.{index}", rate, 0.0, book.epoch))
                 slot = Slot(number, (self._member(waiting, index),), None, PATIENCE_S)
-                message = Sequence(index, book.epoch, (slot,), None)
+                message = Sequence(index, book.epoch, (slot,), bound)
                 actions.append(Send(book.leader, f"server.{index}", message))
             self._granted[update] = granted
             reason = "the rest of an update that other shards have applied"
@@ -455,6 +478,7 @@ class OrderBook:
         granted = self._granted.pop(update)
         actions: list[Action] = []
         direct = {part.shard for part in granted.parts.values() if part.group is None}
+        self._leaving.update({(shard, update): granted.number for shard in direct})
         if direct:
             actions += self._ask_withdrawal(granted.number, None, why, direct, drop=False)
         for part in granted.parts.values():
@@ -469,28 +493,43 @@ class OrderBook:
     def _ask_withdrawal(
         self, number: int, update: str | None, why: str, shards: set[int], drop: bool
     ) -> list[Action]:
-        self._withdrawals[number] = _Withdrawal(update, why, set(shards), drop)
+        self._withdrawals[number] = _Withdrawal(update, why, frozenset(shards), set(shards), drop)
         return [
             Send(self.shards[index].range.leader, f"server.{index}", WithdrawSlot(number, why))
             for index in sorted(shards)
         ]
 
-    def withdrawn(self, answer: SlotWithdrawn) -> list[Action]:
+    def withdrawn(self, answer: SlotWithdrawn, now: float) -> list[Action]:
         withdrawal = self._withdrawals.get(answer.number)
         if withdrawal is None or answer.shard not in withdrawal.ask:
             return []
         withdrawal.ask.discard(answer.shard)
         if not answer.withdrawn:
             withdrawal.refused.add(answer.shard)
+        if not answer.waiting:
+            gone = [k for k, slot in self._leaving.items() if k[0] == answer.shard and slot == answer.number]
+            for key in gone:
+                del self._leaving[key]
+            self._plan_soon(now)
         if withdrawal.ask:
             return []
         del self._withdrawals[answer.number]
         update = withdrawal.update
         dropped = not withdrawal.refused
         final = withdrawal.drop and dropped
-        settle = SettleSlot(answer.number, dropped=dropped or not withdrawal.drop, final=final)
+        # An update is dropped everywhere or nowhere; one that was offered again leaves where it can.
         actions: list[Action] = [
-            Send(book.range.leader, f"server.{index}", settle) for index, book in sorted(self.shards.items())
+            Send(
+                book.range.leader,
+                f"server.{index}",
+                SettleSlot(
+                    answer.number,
+                    dropped=dropped if withdrawal.drop else index not in withdrawal.refused,
+                    final=final,
+                ),
+            )
+            for index, book in sorted(self.shards.items())
+            if index in withdrawal.asked
         ]
         if not withdrawal.drop or update is None:
             return actions
@@ -525,6 +564,7 @@ class OrderBook:
         gathering = self._groups.pop(name, None)
         if gathering is None:
             return []
+        self._leaving.update({(gathering.shard, update): gathering.slot for update in gathering.members})
         actions = self._ask_withdrawal(gathering.slot, None, why, {gathering.shard}, drop=False)
         for update in sorted(gathering.members):
             actions += self._send_again(update, gathering.shard, why)
@@ -571,6 +611,7 @@ class OrderBook:
             if shard in granted.parts:
                 self._finish_part(granted, shard)
         self._withdrawals = {n: w for n, w in self._withdrawals.items() if shard not in w.ask}
+        self._leaving = {key: slot for key, slot in self._leaving.items() if key[0] != shard}
 
     def last_number(self) -> int:
         return self._next_number - 1

@@ -32,7 +32,7 @@ from mlfabric.roles.actions import (
     AcceptTransfer,
     Action,
     FreeBuffer,
-    Note,
+    ReduceWaits,
     RefuseTransfer,
     ResolveReduce,
     Send,
@@ -76,7 +76,7 @@ class Reducer:
             case MessageReceived(message=ReducePlan() as plan) if plan.operation in self._operations:
                 return self._begin(plan)
             case MessageReceived(message=ReducePending(operation=number, missing=missing)):
-                return [Note("waiting", f"all-reduce {number} waits for {', '.join(missing)}")]
+                return [ReduceWaits(number, missing)]
             case MessageReceived(message=ReduceFailed(operation=number, reason=reason)):
                 return self._fail(number, reason)
             case MessageReceived(message=JobFailed(reason=reason)):

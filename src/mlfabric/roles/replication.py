@@ -69,7 +69,7 @@ class ReplicaLink:
     def is_transfer(self, transfer: str) -> bool:
         return self._under_way is not None and self._under_way.transfer == transfer
 
-    def assigned(self, node: str | None, reason: str) -> list[Action]:
+    def assigned(self, node: str | None, reason: str, orderly: bool) -> list[Action]:
         suspended = self.filled and node is None
         self._node, self._held, self._state_held = node, -1, -1
         self.retry_at = None
@@ -79,7 +79,9 @@ class ReplicaLink:
             self._under_way = None
         actions.append(MarkReplicaImage(self._shard, None))
         if suspended:
-            actions.append(Note("bound-suspended", f"no replica of shard {self._shard}: {reason}", loud=True))
+            actions.append(
+                Note("bound-suspended", f"no replica of shard {self._shard}: {reason}", loud=not orderly)
+            )
         return actions
 
     def send(

@@ -55,11 +55,14 @@ from mlfabric.messages import (
 )
 from mlfabric.plan.values import Reserved
 from mlfabric.roles.actions import Action, Note, SchedulerSettings, Send
+from mlfabric.roles.applied import AppliedSet
 from mlfabric.roles.orderbook import MAX_RATE, OrderBook, ShardBook
 from mlfabric.topology import Host, Network
 
 # A replica is brought up to date in spare time once it has used up this share of its bound.
 SPARE_SHARE = 0.5
+# Why a node is gone that said good-bye.
+LEFT = "it left"
 # Those who wait for an all-reduce hear whom they wait for this often.
 PENDING_S = 1.0
 
@@ -136,7 +139,7 @@ class Scheduler:
             case Join():
                 return self._join(message, now)
             case Leave():
-                return self._lost(sender, "it left", now)
+                return self._lost(sender, LEFT, now)
             case Heartbeat(sent_s=sent):
                 return [Send(sender, "member", HeartbeatSeen(sent, now))]
         job = self._job_of(sender)
@@ -163,7 +166,7 @@ class Scheduler:
             case SlotLate():
                 return book.slot_late(message)
             case SlotWithdrawn():
-                return book.withdrawn(message)
+                return book.withdrawn(message, now)
             case PullServed(pull=pull, shard=shard):
                 self._pull_served(job, pull, shard)
             case ShardReady():
@@ -210,7 +213,7 @@ class Scheduler:
         return {name: member for name, member in self._members.items() if member.job == job.name}
 
     def _silent(self, now: float) -> list[Action]:
-        quiet = [name for name, seen in self._seen.items() if now - seen >= self._settings.silence_s]
+        quiet = [name for name, seen in self._seen.items() if now >= seen + self._settings.silence_s]
         return [
             action
             for name in quiet
@@ -226,7 +229,7 @@ class Scheduler:
             self._network = self._network.without_host(member.host)
         job = self._jobs[member.job]
         actions: list[Action] = [
-            Note("node-lost", f"{node}: {reason}", loud=reason != "it left"),
+            Note("node-lost", f"{node}: {reason}", loud=reason != LEFT),
             *(Send(name, "member", NodeLost(node, reason)) for name in sorted(self._members)),
             *self._announce(),
         ]
@@ -234,7 +237,7 @@ class Scheduler:
         for pull in [name for name, pulling in job.pulls.items() if pulling.node == node]:
             del job.pulls[pull]
         actions += self._fail_reduces(
-            job, f"{node} was lost ({reason})" if reason != "it left" else f"{node} left"
+            job, f"{node} was lost ({reason})" if reason != LEFT else f"{node} left"
         )
         if job.book is None:
             return actions
@@ -242,6 +245,8 @@ class Scheduler:
         for index, shard in sorted(job.book.shards.items()):
             if shard.range.leader == node:
                 actions += self._leader_lost(job, index, node, reason)
+                if job.book is None or not job.ready:
+                    break
             elif shard.range.replica == node:
                 actions += self._replica_lost(job, index, node, reason)
         return actions
@@ -272,7 +277,7 @@ class Scheduler:
         leaders = _by_suitability(members, "server")
         if not leaders:
             return []
-        job.placed = True
+        job.placed, job.expected = True, 0
         book = OrderBook(job.name, wanted.settings, wanted.elements)
         job.book = book
         count = min(wanted.settings.shards, wanted.elements)
@@ -339,6 +344,11 @@ class Scheduler:
             return []
         shard.ready = True
         shard.replica_filled = shard.replica_filled or message.replica_filled
+        return self._check_ready(job)
+
+    def _check_ready(self, job: _Job) -> list[Action]:
+        """Once every shard and its replica hold the initial values, training may begin."""
+        assert job.book is not None
         done = all(
             s.ready and (s.replica_filled or s.range.replica is None) for s in job.book.shards.values()
         )
@@ -364,6 +374,13 @@ class Scheduler:
     def _leader_lost(self, job: _Job, index: int, node: str, reason: str) -> list[Action]:
         assert job.book is not None
         shard = job.book.shards[index]
+        if not job.ready:
+            # Nothing has been trained yet, and the publisher still has the values: begin anew.
+            job.placed, job.book = False, None
+            return [
+                Note("placing-again", f"server {node} lost: {reason}", loud=True),
+                *self._begin_model(job),
+            ]
         job.book.leader_lost(index)
         replica = shard.range.replica
         why = f"server {node} lost: {reason}"
@@ -388,6 +405,9 @@ class Scheduler:
         shard.range = msgspec.structs.replace(shard.range, leader=sender, epoch=message.epoch, replica=None)
         shard.version, shard.replica_version, shard.divergence = message.version, None, 0.0
         shard.replica_filled = False
+        survived = AppliedSet(message.applied)
+        lost = tuple(sorted(update for update in shard.undurable if update not in survived))
+        shard.undurable.clear()
         shard.fail_overs.append(Version(message.epoch, message.version))
         for pulling in job.pulls.values():
             pulling.shards.discard(message.shard)
@@ -401,6 +421,8 @@ class Scheduler:
                 value=float(message.version),
             )
         ]
+        if lost:
+            actions.append(Note("lost", f"committed, but not in {sender} when it took over", lost, loud=True))
         replica_actions = self._find_replicas(job)
         change = LeaderChanged(shard.range, message.version, message.applied, expected[1])
         for name in sorted(self._members_of(job)):
@@ -414,8 +436,9 @@ class Scheduler:
         shard.replica_filled = False
         if index in job.promoting:
             return self._fail(job, f"server and replica {node} of shard {index} were both lost")
-        gone = ReplicaAssigned(index, None, f"replica {node} lost: {reason}")
-        return [Send(shard.range.leader, f"server.{index}", gone), *self._find_replicas(job)]
+        gone = ReplicaAssigned(index, None, f"replica {node} lost: {reason}", orderly=reason == LEFT)
+        actions: list[Action] = [Send(shard.range.leader, f"server.{index}", gone), *self._find_replicas(job)]
+        return [*actions, *self._check_ready(job)]
 
     def _find_replicas(self, job: _Job) -> list[Action]:
         """Give every shard that lacks one a new replica, where somebody can be one."""
@@ -437,7 +460,7 @@ class Scheduler:
         job.failed = reason
         names = sorted(self._members_of(job))
         return [
-            Note("job-failed", reason, loud=True),
+            Note("job-failed", reason, loud=any("worker" in self._members[name].roles for name in names)),
             *(Send(name, role, JobFailed(reason)) for name in names for role in ("worker", "reducer")),
         ]
 

@@ -82,6 +82,7 @@ class _Place:
 
     slot: Slot
     lease_until: float
+    overdue: bool = False  # its lease has ended; that matters once it blocks others
     complained: bool = False
     frozen: bool = False  # a withdrawal is being decided
 
@@ -138,6 +139,7 @@ class Server:
         self._counts = {"applied": 0, "messages": 0, "aggregated": 0, "overtaken": 0, "withheld": 0}
         self._divergence = 0.0
         self._largest_delay = 0
+        self._within_bound = True
 
     def begin(self) -> list[Action]:
         if self._settings.promoted:
@@ -161,6 +163,8 @@ class Server:
             case StepMeasured():
                 return self._measured(event, now)
             case DeadlinePassed():
+                for place in self._places.values():
+                    place.overdue = place.overdue or now >= place.lease_until
                 return [*self._retry_replication(now), *self._advance(now)]
         return []
 
@@ -208,17 +212,23 @@ class Server:
         refusal = self._refusal(about.epoch, about.group)
         if refusal:
             return [RefuseTransfer(event.transfer, refusal)]
-        known = [member.update for member in about.members if member.update in self._applied]
-        if known:
-            # Its sum can't be taken apart: refuse it whole and have the others offered again.
-            reason = f"{', '.join(known)} in group {about.group} already applied"
-            rest = tuple(m.update for m in about.members if m.update not in self._applied)
+        if any(member.update in self._applied for member in about.members):
             self._drop_place_of(about.group)
-            return [
-                RefuseTransfer(event.transfer, reason),
-                self._tell(LeftOut(about.group, self._shard, rest, reason)),
-            ]
+            refused = RefuseTransfer(event.transfer, f"a member of {about.group} is already applied")
+            return [refused, *self._refuse_known(about.group, about.members)]
         return self._accept(event, about.group, _Parcel("", about.weight, about.members))
+
+    def _refuse_known(self, group: str, members: tuple[MemberUpdate, ...]) -> list[Action]:
+        """A sum with a member that is already in can't be taken apart: the others are offered again."""
+        known = [member for member in members if member.update in self._applied]
+        rest = tuple(member.update for member in members if member.update not in self._applied)
+        reason = f"{', '.join(member.update for member in known)} in group {group} already applied"
+        actions: list[Action] = [Note("refused", reason, rest)]
+        for member in known:
+            actions += self._acknowledge_again(member)
+        if rest:
+            actions.append(self._tell(LeftOut(group, self._shard, rest, reason)))
+        return [*actions, *self._free_parcel(group)]
 
     def _refusal(self, epoch: int, key: str) -> str | None:
         if epoch != self._epoch:
@@ -320,6 +330,9 @@ class Server:
                 waiting.append(place)
                 continue
             members = parcel.members or place.slot.members
+            if place.slot.group is not None and any(m.update in self._applied for m in members):
+                del self._places[number]
+                return [*self._refuse_known(place.slot.group, members), *self._advance(now)]
             if not self._may_overtake(waiting, len(members)):
                 return self._complain(waiting, now)
             return self._stage(number, place, members, parcel, waiting)
@@ -349,7 +362,7 @@ class Server:
     def _complain(self, waiting: list[_Place], now: float) -> list[Action]:
         actions: list[Action] = []
         for place in waiting:
-            if now >= place.lease_until and not place.complained:
+            if place.overdue and not place.complained:
                 place.complained = True
                 silent = now - place.lease_until + place.slot.lease_s
                 actions.append(self._tell(SlotLate(self._shard, place.slot.number, silent)))
@@ -436,6 +449,7 @@ class Server:
         for member in staged.members:
             delay = self._version - self._base_count(member)
             self._largest_delay = max(self._largest_delay, delay)
+            self._within_bound &= self._max_delay is None or delay <= self._max_delay
             self._version += 1
             self._applied.add(member.update, member.floor)
             version = Version(self._epoch, self._version)
@@ -460,14 +474,13 @@ class Server:
 
     def _withdraw(self, number: int, reason: str) -> list[Action]:
         place = self._places.get(number)
-        gone = place is not None
-        if place is not None:
-            parcel = self._parcel_of(place)
-            if parcel is not None and parcel.complete:
-                gone = False
-            else:
-                place.frozen = True
-        return [self._tell(SlotWithdrawn(self._shard, self._epoch, number, gone))]
+        parcel = self._parcel_of(place) if place is not None else None
+        complete = parcel is not None and parcel.complete
+        waiting = complete or (self._staged is not None and self._staged.number == number)
+        gone = place is not None and not complete
+        if place is not None and gone:
+            place.frozen = True
+        return [self._tell(SlotWithdrawn(self._shard, self._epoch, number, gone, waiting))]
 
     def _settle(self, message: SettleSlot, now: float) -> list[Action]:
         place = self._places.get(message.number)
@@ -581,7 +594,7 @@ class Server:
         return actions
 
     def _replica_assigned(self, message: ReplicaAssigned, now: float) -> list[Action]:
-        actions = self._link.assigned(message.replica, message.reason)
+        actions = self._link.assigned(message.replica, message.reason, message.orderly)
         if message.replica is not None:
             return actions + self._replicate("the replica is empty", now)
         if self._staged is not None and self._staged.withheld_since is not None:
@@ -597,7 +610,7 @@ class Server:
     # --- time and state ---------------------------------------------------------------------------------
 
     def next_deadline(self) -> float | None:
-        times = [place.lease_until for place in self._places.values() if not place.complained]
+        times = [place.lease_until for place in self._places.values() if not place.overdue]
         retry = self._link.retry_at
         if retry is not None:
             times.append(retry)
@@ -616,9 +629,7 @@ class Server:
     def validate(self) -> None:
         numbers = list(self._places)
         assert numbers == sorted(numbers), "places are kept in the order of their numbers"
-        assert self._max_delay is None or self._largest_delay <= self._max_delay, (
-            "an applied update was too old"
-        )
+        assert self._within_bound, "an applied update was too old"
         for snapshot in self._snapshots.values():
             assert snapshot.users > 0, f"{snapshot.buffer} has no user"
         self._link.validate()

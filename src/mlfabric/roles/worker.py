@@ -110,6 +110,7 @@ class Worker:
         self._updates: dict[str, _Update] = {}
         self._undurable: dict[str, dict[int, Version]] = {}  # committed, not known to be at the replica
         self._durable_waits: dict[str, set[int]] = {}
+        self._dropped_late: dict[str, None] = {}  # a shard may have applied its part all the same
         self._pulls: dict[str, _Pull] = {}
         self._next_number = 0
         self._counts = {"offered": 0, "committed": 0, "dropped": 0, "lost": 0}
@@ -281,6 +282,9 @@ class Worker:
 
     def _acknowledged(self, ack: UpdateApplied) -> list[Action]:
         held = self._updates.get(ack.update)
+        if ack.update in self._dropped_late:
+            reason = f"shard {ack.shard} had applied it when it was dropped"
+            return [Note("partly-applied", reason, (ack.update,), loud=True)]
         if held is None or ack.version.epoch < self._shards[ack.shard].epoch:
             return []  # already settled, or the word of a leader that has been replaced
         held.acks[ack.shard] = ack
@@ -313,6 +317,10 @@ class Worker:
         if held is None:
             return []
         self._counts["dropped"] += 1
+        if late and len(self._shards) > 1:
+            self._dropped_late[update] = None
+            while len(self._dropped_late) > 1000:
+                del self._dropped_late[next(iter(self._dropped_late))]
         actions: list[Action] = [CancelTransfer(transfer, reason) for transfer in held.transfers]
         if held.acks:
             parts = ", ".join(str(index) for index in sorted(held.acks))

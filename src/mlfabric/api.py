@@ -1,0 +1,387 @@
+"""The public calls: join a fabric, publish a model, push updates, pull the model, reduce arrays.
+
+Every wait has a limit. What a user did wrong raises FabricError with one sentence; a wait that takes too
+long raises TimeoutError and leaves the thing pending.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from mlfabric.client import Answer, Committed, Dropped, Model, Outcome
+from mlfabric.config import Settings, format_address, from_environment
+from mlfabric.data import ArrayData
+from mlfabric.errors import FabricError
+from mlfabric.eventlog import FileLog, LogSink, NoLog
+from mlfabric.messages import JobSettings, MemberInfo, RuleSpec
+from mlfabric.numerics import Rule, Vector, make_rule
+from mlfabric.roles.actions import MemberSettings, SchedulerSettings
+from mlfabric.runtime.engine import Engine, Traffic
+from mlfabric.runtime.probe import find_scheduler
+
+ALL_ROLES = ("worker", "aggregator", "server", "replica")
+# How long calls wait where the caller does not say.
+PATIENCE_S = 60.0
+
+Result = TypeVar("Result")
+
+
+class Ticket:
+    """A pushed update; `result()` is its outcome."""
+
+    def __init__(self, fabric: Fabric, update: str, answer: Answer) -> None:
+        self._fabric = fabric
+        self._answer = answer
+        self.update = update
+
+    def __repr__(self) -> str:
+        state = repr(self._answer.result()) if self.done() and not self._answer.exception() else "pending"
+        return f"<Ticket {self.update}: {state}>"
+
+    def done(self) -> bool:
+        return self._answer.done()
+
+    @property
+    def lost(self) -> bool:
+        """Whether it was committed and then did not survive a fail-over."""
+        return self.update in self._fabric.lost
+
+    def result(self, timeout: float | None = PATIENCE_S) -> Outcome:
+        """Committed or Dropped; TimeoutError leaves the update pending."""
+        outcome: Outcome = _wait(self._answer, timeout, f"update {self.update} has no outcome yet")
+        return outcome
+
+    def durable(self, timeout: float | None = PATIENCE_S) -> None:
+        """Return once the replica holds the update too."""
+        outcome = self.result(timeout)
+        if isinstance(outcome, Dropped):
+            raise FabricError(
+                f"update {self.update} was dropped, so no replica will hold it: {outcome.reason}"
+            )
+        answer = self._fabric._client.durable(self.update)
+        _wait(answer, timeout, f"the replica does not hold update {self.update} yet")
+
+
+class Fabric:
+    """A member's handle on the fabric. Use it as a context manager, or close() it."""
+
+    def __init__(self, engine: Engine, settings: Settings, roles: tuple[str, ...], log: LogSink) -> None:
+        self._engine = engine
+        self._client = engine.client
+        self._settings = settings
+        self._log = log
+        self._closed = False
+        self.roles = roles
+        self.workers: tuple[Fabric, ...] = (self,)
+
+    def __repr__(self) -> str:
+        return f"<Fabric {self.name} of job {self._settings.job}{', closed' if self._closed else ''}>"
+
+    @property
+    def name(self) -> str:
+        return self._settings.name
+
+    @property
+    def address(self) -> str:
+        """Where this member listens; the scheduler's address where it is embedded here."""
+        return format_address(*self._engine.address)
+
+    @property
+    def lost(self) -> list[str]:
+        """Ids of own updates that were committed and did not survive a fail-over."""
+        return list(self._client.lost)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Payload bytes sent to and received from each peer so far."""
+        return self._engine.traffic
+
+    def publish(
+        self,
+        arrays: Mapping[str, Any],
+        apply: Rule | None = None,
+        *,
+        max_delay: int | Literal["auto", "none"] = "auto",
+        divergence: float | None = 0.05,
+        shards: int = 1,
+        aggregate: bool = True,
+        timeout: float = PATIENCE_S,
+    ) -> None:
+        """Give the job its model and the rule it is updated by. The first caller's count; others must agree
+        in names and shapes. A checkpoint from `state_dict` is resumed."""
+        self._check_open()
+        state: Mapping[str, Mapping[str, Any]] | None = None
+        version = 0
+        rule = apply
+        if _is_checkpoint(arrays):
+            checkpoint = arrays
+            arrays, state, version = checkpoint["weights"], checkpoint["state"], int(checkpoint["version"])
+            if rule is None:
+                rule = make_rule(_rule_spec(checkpoint["rule"]))
+        if rule is None:
+            raise FabricError(
+                "publish() needs the rule to apply updates by, for example apply=mf.SGD(lr=0.1)"
+            )
+        settings = JobSettings(
+            max_delay=max_delay if isinstance(max_delay, int) else None,
+            unbounded=max_delay == "none",
+            divergence=divergence,
+            shards=shards,
+            aggregate=aggregate,
+        )
+        _check_settings(settings)
+        answer = self._client.publish(arrays, rule, settings, state or None, version)
+        _wait(answer, timeout, "the model is not in place; are all members of the job here?")
+
+    def pull(self, timeout: float | None = PATIENCE_S) -> Model:
+        """The freshest model."""
+        self._check_open()
+        name, answer = self._client.pull()
+        parts, versions = _wait(answer, timeout, f"the model asked for by {name} has not come")
+        return self._client.unpack(parts, versions)
+
+    def push(self, update: Mapping[str, Any], copy: bool = False) -> Ticket:
+        """Offer an update; returns at once. The arrays are borrowed until its outcome, unless copied."""
+        self._check_open()
+        return Ticket(self, *self._client.push(update, copy))
+
+    def all_reduce(self, array: Vector, timeout: float | None = PATIENCE_S) -> Vector:
+        """Sum an array over all workers of the job, in place; bit-identical everywhere."""
+        self._check_open()
+        number, answer = self._client.all_reduce(array)
+        _wait(
+            answer,
+            timeout,
+            lambda: f"all-reduce {number} is not complete: {self._client.waiting_for(number)}",
+        )
+        return array
+
+    def state_dict(self, timeout: float | None = PATIENCE_S) -> dict[str, Any]:
+        """A consistent checkpoint: weights, optimizer state, versions. `publish(state)` resumes it."""
+        self._check_open()
+        _, answer = self._client.pull(with_state=True)
+        parts, versions = _wait(answer, timeout, "the checkpoint has not come")
+        weights, *state = self._client.unpack_state(parts)
+        spec = self._client.rule_spec
+        return {
+            "format": _CHECKPOINT,
+            "weights": weights,
+            "state": {f"vector{index}": arrays for index, arrays in enumerate(state)},
+            "rule": {"name": spec.name, "settings": dict(spec.settings)},
+            "version": min(version.count for version in versions),
+            "versions": [(version.epoch, version.count) for version in versions],
+        }
+
+    def close(self) -> None:
+        """Leave the fabric. What is pending stays without an answer."""
+        if self._closed:
+            return
+        self._closed = True
+        self._client.leave()
+        self._engine.stop()
+        if isinstance(self._log, FileLog):
+            self._log.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise FabricError(f"{self.name} has left the fabric; join again")
+
+    def __enter__(self) -> Fabric:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(self, work: Callable[[Fabric], Result], timeout: float | None = None) -> list[Result]:
+        """Call `work(fabric)` once for every worker in this process, each in its own thread; the results."""
+        results: list[Any] = [None] * len(self.workers)
+        errors: list[BaseException] = []
+
+        def one(index: int, fabric: Fabric) -> None:
+            try:
+                results[index] = work(fabric)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [
+            threading.Thread(target=one, args=(index, fabric), daemon=True)
+            for index, fabric in enumerate(self.workers)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout)
+        if errors:
+            raise errors[0]
+        if any(thread.is_alive() for thread in threads):
+            raise TimeoutError(f"some workers are not done after {timeout:g} s")
+        return results
+
+
+_CHECKPOINT = "mlfabric checkpoint 1"
+
+
+def _is_checkpoint(arrays: Mapping[str, Any]) -> bool:
+    return isinstance(arrays, Mapping) and arrays.get("format") is not None and "weights" in arrays
+
+
+def _rule_spec(written: Mapping[str, Any]) -> RuleSpec:
+    return RuleSpec(str(written["name"]), dict(written["settings"]))
+
+
+def _check_settings(settings: JobSettings) -> None:
+    if settings.max_delay is not None and settings.max_delay < 0:
+        raise FabricError(f"max_delay counts updates, so {settings.max_delay} is too small; zero or more")
+    if settings.divergence is not None and not 0 <= settings.divergence < np.inf:
+        raise FabricError(
+            f"divergence is a share of the model's norm, zero or more, not {settings.divergence}"
+        )
+    if settings.shards < 1:
+        raise FabricError(f"a model has at least one shard, not {settings.shards}")
+
+
+def _wait(answer: Answer, timeout: float | None, what: str | Callable[[], str]) -> Any:
+    try:
+        return answer.result(timeout)
+    except FutureTimeout:
+        said = what() if callable(what) else what
+        raise TimeoutError(f"{said} (after {timeout:g} s)") from None
+
+
+def join(
+    address: str | None = None,
+    *,
+    job: str | None = None,
+    name: str | None = None,
+    roles: tuple[str, ...] = ALL_ROLES,
+    scheduler: bool | None = None,
+    secret: str | bytes | None = None,
+    expected: int | None = None,
+    up: str | float | None = None,
+    down: str | float | None = None,
+    host: str | None = None,
+    log: str | Path | None = None,
+    insecure: bool | None = None,
+    timeout: float = 10.0,
+) -> Fabric:
+    """Become a member. `address` is the scheduler's; under torchrun none is needed and rank 0 embeds it.
+
+    `up` and `down` are the rates of this host's link ("200mbit"); `roles` what this member may be used for;
+    `scheduler=True` embeds the scheduler here and listens at `address`.
+    """
+    settings = from_environment(
+        address,
+        job=job,
+        name=name,
+        embed_scheduler=scheduler,
+        secret=secret,
+        expected=expected,
+        up=up,
+        down=down,
+        log=log,
+        insecure=insecure,
+        host=host,
+    )
+    return join_with(settings, roles, timeout)
+
+
+def join_with(
+    settings: Settings, roles: tuple[str, ...], timeout: float = 10.0, mirror: Path | None = None
+) -> Fabric:
+    """`join` with everything already decided. `mirror` keeps a led shard's weights in files there."""
+    for role in roles:
+        if role not in ALL_ROLES:
+            raise FabricError(f"unknown role {role!r}; roles are {', '.join(ALL_ROLES)}")
+    log: LogSink = FileLog(settings.log) if settings.log is not None else NoLog()
+    data = ArrayData(mirror=mirror)
+    if settings.embed_scheduler:
+        listen, leader = settings.scheduler, settings.name
+    else:
+        leader, ours = find_scheduler(settings.scheduler, settings.name, settings.secret, timeout)
+        listen = (ours, 0)
+    engine = Engine(settings.name, data, log, listen, settings.secret, settings.insecure)
+    if settings.embed_scheduler:
+        engine.is_scheduler = True
+        engine.node.start_role("scheduler", SchedulerSettings(settings.name))
+    else:
+        engine.know(leader, settings.scheduler)
+    member = MemberInfo(
+        node=settings.name,
+        host=settings.host,
+        address=format_address(*engine.address),
+        roles=roles,
+        up_bytes_per_s=settings.up_bytes_per_s,
+        down_bytes_per_s=settings.down_bytes_per_s,
+        job=settings.job,
+        rack=settings.rack,
+    )
+    engine.node.start_role("member", MemberSettings(member, leader, settings.expected))
+    engine.start()
+    try:
+        _wait(engine.client.join(), timeout, f"the scheduler {leader} did not let {settings.name} in")
+    except BaseException:
+        engine.stop(0.1)
+        raise
+    return Fabric(engine, settings, roles, log)
+
+
+def local(
+    workers: int = 4,
+    *,
+    job: str = "local",
+    log: str | Path | None = None,
+    up: str | float | None = None,
+    down: str | float | None = None,
+) -> Fabric:
+    """A whole small fabric in this process, over TCP on loopback. What is returned is its first worker;
+    `.workers` are all of them, `.run(work)` calls a function for each in a thread of its own."""
+    if workers < 1:
+        raise FabricError(f"a fabric has at least one worker, not {workers}")
+    members: list[Fabric] = []
+    try:
+        for index in range(workers):
+            address = members[0].address if members else "127.0.0.1:0"
+            members.append(
+                join(
+                    address,
+                    job=job,
+                    name=f"w{index}",
+                    host=f"w{index}",
+                    scheduler=index == 0,
+                    expected=workers,
+                    up=up,
+                    down=down,
+                    log=log,
+                )
+            )
+    except BaseException:
+        for member in reversed(members):
+            member.close()
+        raise
+    return LocalFabric(members)
+
+
+class LocalFabric(Fabric):
+    """The first of several workers in this process; closing it closes all."""
+
+    def __init__(self, members: list[Fabric]) -> None:
+        first = members[0]
+        super().__init__(first._engine, first._settings, first.roles, first._log)
+        self.workers = (self, *members[1:])
+
+    def close(self) -> None:
+        for member in reversed(self.workers[1:]):
+            member.close()
+        super().close()
+
+
+__all__ = ["Committed", "Dropped", "Fabric", "LocalFabric", "Model", "Ticket", "join", "local"]

@@ -1,0 +1,178 @@
+"""One TCP connection: frames out of a queue, frames in as they come, bulk bytes straight from and to buffers.
+
+It knows nothing of roles. A connection carries control messages or bulk transfers, one way each; the other
+way carries only the handshake. The engine owns it and decides when to read and write.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mlfabric.runtime.pacing import set_pace
+from mlfabric.runtime.trust import Handshake, Purpose
+from mlfabric.wire import CHUNK_BYTES, MAX_DATA_BYTES, Frame, FrameReader, Kind, data_header, encode_frame
+
+# How much one connection may receive before others get their turn.
+READ_BUDGET_BYTES = 4 * 2**20
+
+
+@dataclass(slots=True)
+class Sending:
+    """An outgoing transfer: announced by `opening`, then its payload in chunks."""
+
+    transfer: str
+    stream: int
+    opening: bytes
+    payload: memoryview
+    rate_bytes_per_s: float | None
+    offset: int = 0
+    opened: bool = False
+    aborted: bool = False
+
+
+@dataclass(slots=True)
+class Receiving:
+    """An incoming transfer and where its bytes go; None: they are thrown away."""
+
+    transfer: str
+    size_bytes: int
+    place: memoryview | None
+    offset: int = 0
+
+
+class Connection:
+    def __init__(
+        self, sock: socket.socket, handshake: Handshake, peer: str, outbound: bool, deadline_s: float
+    ) -> None:
+        self.sock = sock
+        self.handshake = handshake
+        self.peer = peer  # known from the start where we call
+        self.outbound = outbound
+        self.connected = not outbound
+        self.ready = False
+        self.deadline_s: float | None = deadline_s  # for the handshake
+        self.reader = FrameReader(self._sink)
+        self.receiving: dict[int, Receiving] = {}
+        self.sendings: deque[Sending] = deque()
+        self._frames: deque[bytes] = deque()
+        self._held: list[bytes] = []  # waiting for the handshake
+        self._buffers: list[memoryview] = []
+        self._current: Sending | None = None
+        self._chunk = 0
+        self._paced_for: Sending | None = None
+        self._scratch: bytearray | None = None
+
+    @property
+    def purpose(self) -> Purpose | None:
+        return self.handshake.purpose
+
+    # --- sending ----------------------------------------------------------------------------------------
+
+    def queue_frame(self, frame: bytes, during_handshake: bool = False) -> None:
+        if self.ready or during_handshake:
+            self._frames.append(frame)
+        else:
+            self._held.append(frame)
+
+    def become_ready(self) -> None:
+        self.ready, self.deadline_s = True, None
+        self._frames.extend(self._held)
+        self._held.clear()
+
+    def cancel(self, transfer: str) -> bool:
+        """Stop sending a transfer; at a chunk's end if it has begun."""
+        for sending in self.sendings:
+            if sending.transfer == transfer:
+                sending.aborted = True
+                return True
+        return False
+
+    def wants_write(self) -> bool:
+        return not self.connected or bool(self._buffers or self._frames or (self.ready and self.sendings))
+
+    def pump(self) -> list[Sending]:
+        """Send what the socket takes; the transfers that are now completely on their way."""
+        finished: list[Sending] = []
+        while self._buffers or self._load(finished):
+            try:
+                sent = self.sock.sendmsg(self._buffers)
+            except BlockingIOError:
+                break
+            while sent:
+                first = self._buffers[0]
+                if sent >= len(first):
+                    sent -= len(first)
+                    self._buffers.pop(0)
+                else:
+                    self._buffers[0] = first[sent:]
+                    sent = 0
+            if not self._buffers and self._current is not None:
+                self._current.offset += self._chunk
+                self._current = None
+        return finished
+
+    def _load(self, finished: list[Sending]) -> bool:
+        """Choose the next bytes to send; False: there are none."""
+        if self._frames:
+            self._buffers = [memoryview(self._frames.popleft())]
+            return True
+        while self.ready and self.sendings:
+            sending = self.sendings[0]
+            if sending.aborted or (sending.opened and sending.offset >= len(sending.payload)):
+                self.sendings.popleft()
+                if not sending.aborted:
+                    finished.append(sending)
+                elif sending.opened:
+                    self._buffers = [memoryview(encode_frame(Kind.ABORT, stream=sending.stream))]
+                    return True
+                continue
+            self._buffers = self._chunk_of(sending)
+            return True
+        return False
+
+    def _chunk_of(self, sending: Sending) -> list[memoryview]:
+        if self._paced_for is not sending:
+            set_pace(self.sock, sending.rate_bytes_per_s)
+            self._paced_for = sending
+        buffers = []
+        if not sending.opened:
+            sending.opened = True
+            buffers.append(memoryview(sending.opening))
+        chunk = sending.payload[sending.offset : sending.offset + CHUNK_BYTES]
+        self._current, self._chunk = sending, len(chunk)
+        if len(chunk):
+            buffers += [memoryview(data_header(sending.stream, len(chunk))), chunk]
+        return buffers
+
+    # --- receiving --------------------------------------------------------------------------------------
+
+    def receive(self) -> Iterator[Frame | None]:
+        """Frames as they complete; None at the end means that the other side has closed."""
+        budget = READ_BUDGET_BYTES
+        while budget > 0:
+            try:
+                count = self.sock.recv_into(self.reader.wanted())
+            except BlockingIOError:
+                return
+            if count == 0:
+                yield None
+                return
+            budget -= count
+            frame = self.reader.advance(count)
+            if frame is not None:
+                yield frame
+
+    def _sink(self, stream: int, length: int) -> memoryview:
+        receiving = self.receiving.get(stream)
+        if receiving is None or receiving.offset + length > receiving.size_bytes or receiving.place is None:
+            # Bytes of a transfer that was refused or cancelled were already on their way.
+            if self._scratch is None:
+                self._scratch = bytearray(MAX_DATA_BYTES)
+            return memoryview(self._scratch)[:length]
+        return receiving.place[receiving.offset : receiving.offset + length]
+
+    def close(self) -> None:
+        self.sock.close()

@@ -1,0 +1,482 @@
+"""The engine: one thread that carries a node's decisions out over TCP, with an epoll loop.
+
+It opens a connection to a peer when there is something to say, proves itself on each, paces transfers as
+planned, and tells the node what arrived, what was sent, what broke and who is gone. The application's thread
+never waits for the network here; it hands calls over and waits for answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mlfabric.client import Client
+from mlfabric.config import format_address, is_loopback, parse_address
+from mlfabric.data import DataPlane
+from mlfabric.errors import ConnectError, FabricError
+from mlfabric.eventlog import LogSink
+from mlfabric.events import Event
+from mlfabric.messages import (
+    ControlMessage,
+    HeartbeatSeen,
+    Join,
+    Members,
+    NodeLost,
+    TransferHeader,
+)
+from mlfabric.node import Node
+from mlfabric.numerics import Vector
+from mlfabric.roles.actions import Action, FailJob, Note
+from mlfabric.runtime.connection import Connection, Receiving, Sending
+from mlfabric.runtime.pacing import prepare_socket
+from mlfabric.runtime.trust import NONCE_BYTES, Handshake, Purpose, Refused, encode_refusal
+from mlfabric.wire import (
+    MAX_CONTROL_BYTES,
+    Frame,
+    Kind,
+    WireError,
+    decode_message,
+    decode_open,
+    encode_frame,
+    encode_message,
+    encode_open,
+)
+
+logger = logging.getLogger("mlfabric")
+
+HANDSHAKE_S = 5.0
+CONNECT_S = 5.0
+MAX_STRANGERS = 64  # connections that have not proved themselves yet
+OFFSET_SAMPLES = 16
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Payload bytes to and from each peer."""
+
+    sent: dict[str, int] = field(default_factory=dict)
+    received: dict[str, int] = field(default_factory=dict)
+
+
+class Engine:
+    def __init__(
+        self,
+        name: str,
+        data: DataPlane,
+        log: LogSink,
+        listen: tuple[str, int],
+        secret: bytes = b"",
+        insecure: bool = False,
+    ) -> None:
+        if not secret and not insecure and not is_loopback(listen[0]):
+            raise FabricError(
+                f"refusing to listen on {format_address(*listen)} without a secret: set MLFABRIC_SECRET "
+                "on all members, or say insecure=True where the network is trusted"
+            )
+        self.name = name
+        self.is_scheduler = False
+        self.traffic = Traffic()
+        self.node = Node(name, self, data, log)
+        self.client = Client(self.node, self._post)
+        self._secret = secret
+        self._anchor = time.time() - time.monotonic()
+        self._offsets: deque[tuple[float, float]] = deque(maxlen=OFFSET_SAMPLES)  # (round trip, offset)
+        self._addresses: dict[str, tuple[str, int]] = {}
+        self._calls: deque[Callable[[], None]] = deque()
+        self._selector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._selector.register(self._wake_in, selectors.EVENT_READ)
+        self._connections: set[Connection] = set()
+        self._out: dict[tuple[str, Purpose], Connection] = {}
+        self._sending: dict[str, Connection] = {}  # transfer -> connection
+        self._streams = 0
+        self._stopping = False
+        self._linger_until: float | None = None
+        self._thread = threading.Thread(target=self._main, name=f"mlfabric-{name}", daemon=True)
+        self._listener = self._listen(listen)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def _listen(self, address: tuple[str, int]) -> socket.socket:
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            sock.listen(512)
+        except OSError as error:
+            sock.close()
+            raise ConnectError(f"can't listen on {format_address(*address)}: {error.strerror}") from None
+        sock.setblocking(False)
+        return sock
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self._listener.getsockname()[:2]
+        return host, port
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, linger_s: float = 1.0) -> None:
+        """Send what is queued, for a short while at most, then close everything and end the thread."""
+        self.call(lambda: self._begin_stop(linger_s))
+        if threading.current_thread() is not self._thread:
+            self._thread.join(linger_s + 5.0)
+
+    def _begin_stop(self, linger_s: float) -> None:
+        self._linger_until = time.monotonic() + linger_s
+
+    def know(self, node: str, address: tuple[str, int]) -> None:
+        self._addresses[node] = address
+
+    def call(self, do: Callable[[], None]) -> None:
+        """Have something done on the engine's thread."""
+        self._calls.append(do)
+        with contextlib.suppress(OSError):  # it is awake already, or gone
+            self._wake_out.send(b"x")
+
+    def _post(self, role: str, event: Event, before: Callable[[], None]) -> None:
+        def do() -> None:
+            before()
+            self.node.post(role, event)
+
+        self.call(do)
+
+    # --- the loop ---------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+        except Exception as error:  # the thread must not die silently: whoever waits would wait for ever
+            logger.exception("the engine of %s failed", self.name)
+            self.client.resolve(FailJob(f"the engine of {self.name} failed: {error!r}"))
+        finally:
+            self._close_all()
+
+    def _turn(self) -> None:
+        for key, mask in self._selector.select(self._patience()):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj is self._wake_in:
+                self._drain_wake()
+            else:
+                connection: Connection = key.data
+                if mask & selectors.EVENT_WRITE:
+                    self._write(connection)
+                if mask & selectors.EVENT_READ and connection in self._connections:
+                    self._read(connection)
+        while self._calls:
+            self._calls.popleft()()
+        at = self.node.next_deadline()
+        if at is not None and at <= self.now():
+            self.node.tick()
+        self._expire()
+
+    def _patience(self) -> float:
+        if self._calls:
+            return 0.0
+        waits = [1.0]
+        at = self.node.next_deadline()
+        if at is not None:
+            waits.append(at - self.now())
+        if self._linger_until is not None:
+            waits.append(0.01)
+        return max(min(waits), 0.0)
+
+    def _drain_wake(self) -> None:
+        try:
+            while self._wake_in.recv(4096):
+                pass
+        except BlockingIOError:
+            pass
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        late = [c for c in self._connections if c.deadline_s is not None and now >= c.deadline_s]
+        for connection in late:
+            self._lose(connection, "no handshake in time" if connection.connected else "no answer")
+        if self._linger_until is not None:
+            quiet = not any(c.wants_write() for c in self._connections)
+            if quiet or now >= self._linger_until:
+                self._stopping = True
+
+    def _close_all(self) -> None:
+        for connection in list(self._connections):
+            connection.close()
+        self._connections.clear()
+        self._listener.close()
+        self._selector.close()
+        self._wake_in.close()
+        self._wake_out.close()
+
+    # --- connections ------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        strangers = sum(1 for c in self._connections if not c.ready and not c.outbound)
+        if strangers >= MAX_STRANGERS:
+            logger.warning("closed a connection: %d others have not proved themselves yet", strangers)
+            sock.close()
+            return
+        handshake = Handshake(
+            self.name, self._secret, secrets.token_bytes(NONCE_BYTES), scheduler=self.is_scheduler
+        )
+        prepare_socket(sock, bulk=False)
+        self._add(Connection(sock, handshake, "", False, time.monotonic() + HANDSHAKE_S))
+
+    def _add(self, connection: Connection) -> None:
+        self._connections.add(connection)
+        self._selector.register(connection.sock, selectors.EVENT_READ, connection)
+        self._watch(connection)
+
+    def _watch(self, connection: Connection) -> None:
+        events = selectors.EVENT_READ
+        if connection.wants_write():
+            events |= selectors.EVENT_WRITE
+        if self._selector.get_key(connection.sock).events != events:
+            self._selector.modify(connection.sock, events, connection)
+
+    def _to(self, node: str, purpose: Purpose) -> Connection | None:
+        """The connection that carries this to a node, opened if need be; None: nobody knows where it is."""
+        connection = self._out.get((node, purpose))
+        if connection is not None:
+            return connection
+        address = self._addresses.get(node)
+        if address is None:
+            return None
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        prepare_socket(sock, bulk=purpose is Purpose.BULK)
+        handshake = Handshake(self.name, self._secret, secrets.token_bytes(NONCE_BYTES), purpose)
+        connection = Connection(sock, handshake, node, True, time.monotonic() + CONNECT_S)
+        result = sock.connect_ex(address)
+        if result not in (0, 115):  # EINPROGRESS
+            sock.close()
+            self.call(lambda: self._peer_down(node, os.strerror(result)))
+            return None
+        connection.queue_frame(encode_frame(Kind.HANDSHAKE, handshake.begin()), during_handshake=True)
+        self._out[node, purpose] = connection
+        self._add(connection)
+        return connection
+
+    def _write(self, connection: Connection) -> None:
+        if not connection.connected:
+            error = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if error:
+                self._lose(connection, os.strerror(error).lower())
+                return
+            connection.connected = True
+        try:
+            finished = connection.pump()
+        except OSError as error:
+            self._lose(connection, (error.strerror or str(error)).lower())
+            return
+        self._watch(connection)
+        for sending in finished:
+            self._sending.pop(sending.transfer, None)
+            sent = self.traffic.sent
+            sent[connection.peer] = sent.get(connection.peer, 0) + len(sending.payload)
+            self.node.transfer_sent(sending.transfer)
+
+    def _read(self, connection: Connection) -> None:
+        try:
+            for frame in connection.receive():
+                if frame is None:
+                    self._lose(connection, "connection closed")
+                    return
+                self._on_frame(connection, frame)
+                if connection not in self._connections:
+                    return
+        except Refused as refusal:
+            self._refuse(connection, str(refusal))
+        except WireError as error:
+            logger.warning("closed a connection from %s: %s", _origin(connection), error)
+            self._lose(connection, f"it sent something else: {error}")
+        except OSError as error:
+            self._lose(connection, (error.strerror or str(error)).lower())
+
+    def _refuse(self, connection: Connection, reason: str) -> None:
+        logger.warning("handshake with %s failed: %s", _origin(connection), reason)
+        if not connection.outbound:
+            with contextlib.suppress(OSError):
+                connection.sock.send(encode_frame(Kind.HANDSHAKE, encode_refusal(reason)))
+        self._lose(connection, reason)
+
+    def _lose(self, connection: Connection, reason: str) -> None:
+        """A connection is gone. One that had proved itself takes its peer with it."""
+        if connection not in self._connections:
+            return
+        known = connection.ready or connection.outbound
+        passing = connection.purpose is Purpose.PROBE
+        self._drop(connection)
+        if known and not passing and connection.peer:
+            self._peer_down(connection.peer, reason)
+
+    def _drop(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        self._selector.unregister(connection.sock)
+        connection.close()
+        for key, held in list(self._out.items()):
+            if held is connection:
+                del self._out[key]
+
+    def _peer_down(self, peer: str, reason: str) -> None:
+        broken: list[str] = []
+        for connection in [c for c in self._connections if c.peer == peer]:
+            broken += [sending.transfer for sending in connection.sendings]
+            broken += [receiving.transfer for receiving in connection.receiving.values()]
+            self._drop(connection)
+        broken += [t for t, c in self._sending.items() if c.peer == peer]
+        for transfer in dict.fromkeys(broken):
+            self._sending.pop(transfer, None)
+            self.node.transfer_failed(transfer, f"{peer}: {reason}")
+        self.node.peer_lost(peer, reason)
+
+    # --- frames -----------------------------------------------------------------------------------------
+
+    def _on_frame(self, connection: Connection, frame: Frame) -> None:
+        if frame.kind is Kind.HANDSHAKE:
+            self._on_handshake(connection, frame.body)
+        elif not connection.ready:
+            raise WireError("it spoke before proving itself")
+        elif frame.kind is Kind.CONTROL:
+            envelope = decode_message(frame.body)
+            message = envelope.message
+            if isinstance(message, Join):
+                self.know(message.member.node, parse_address(message.member.address))
+            self.node.message(connection.peer, envelope.role, message, envelope.cause)
+        elif frame.kind is Kind.OPEN:
+            self._on_open(connection, frame)
+        elif frame.kind is Kind.DATA:
+            self._on_data(connection, frame)
+        else:
+            receiving = connection.receiving.pop(frame.stream, None)
+            if receiving is not None and receiving.place is not None:
+                self.node.transfer_failed(receiving.transfer, "cancelled by its sender")
+
+    def _on_handshake(self, connection: Connection, body: bytes) -> None:
+        handshake = connection.handshake
+        if connection.ready:
+            raise WireError("a second handshake")
+        answer = handshake.feed(body)
+        if handshake.purpose is Purpose.PROBE and not connection.outbound and self._taken(handshake.peer):
+            raise Refused(f"the name {handshake.peer} is taken by a living member; choose another")
+        if answer is not None:
+            connection.queue_frame(encode_frame(Kind.HANDSHAKE, answer), during_handshake=True)
+        if handshake.done:
+            connection.peer = handshake.peer
+            connection.reader.limit_bytes = MAX_CONTROL_BYTES
+            connection.become_ready()
+        self._watch(connection)
+
+    def _taken(self, name: str) -> bool:
+        return name == self.name or any(
+            c.ready and c.peer == name and c.purpose is Purpose.CONTROL for c in self._connections
+        )
+
+    def _on_open(self, connection: Connection, frame: Frame) -> None:
+        header = decode_open(frame.body)
+        place = self.node.transfer_arriving(connection.peer, header)
+        view = place.view("u1").data if place is not None and header.size_bytes else None
+        if view is not None and len(view) != header.size_bytes:
+            raise WireError(f"{header.size_bytes} bytes announced for a place of {len(view)}")
+        if header.size_bytes == 0:
+            if place is not None:
+                self.node.transfer_finished(header.transfer)
+            return
+        connection.receiving[frame.stream] = Receiving(header.transfer, header.size_bytes, view)
+
+    def _on_data(self, connection: Connection, frame: Frame) -> None:
+        receiving = connection.receiving.get(frame.stream)
+        if receiving is None:
+            return
+        receiving.offset += frame.length
+        received = self.traffic.received
+        received[connection.peer] = received.get(connection.peer, 0) + frame.length
+        if receiving.offset >= receiving.size_bytes:
+            del connection.receiving[frame.stream]
+            if receiving.place is not None:
+                self.node.transfer_finished(receiving.transfer)
+
+    # --- what the node asks for -------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """Host time: wall-clock seconds that never jump."""
+        return self._anchor + time.monotonic()
+
+    def clock_offset(self) -> tuple[float, float]:
+        if not self._offsets:
+            return 0.0, 0.0
+        round_trip, offset = min(self._offsets)
+        return offset, round_trip / 2
+
+    def send(self, node: str, role: str, message: ControlMessage, cause: str) -> None:
+        connection = self._to(node, Purpose.CONTROL)
+        if connection is None:
+            logger.debug("%s: nobody to send %s to: %s is unknown", self.name, type(message).__name__, node)
+            return
+        connection.queue_frame(encode_message(role, message, cause))
+        self._watch(connection)
+
+    def start_transfer(
+        self, node: str, header: TransferHeader, payload: Vector, rate_bytes_per_s: float | None
+    ) -> None:
+        connection = self._to(node, Purpose.BULK)
+        if connection is None:
+            self.call(lambda: self.node.transfer_failed(header.transfer, f"{node} can't be reached"))
+            return
+        self._streams += 1
+        view = payload.view("u1").data if payload.nbytes else memoryview(b"")
+        sending = Sending(
+            header.transfer, self._streams, encode_open(header, self._streams), view, rate_bytes_per_s
+        )
+        connection.sendings.append(sending)
+        self._sending[header.transfer] = connection
+        self._watch(connection)
+
+    def cancel_transfer(self, transfer: str) -> None:
+        connection = self._sending.pop(transfer, None)
+        if connection is not None and connection.cancel(transfer):
+            self._watch(connection)
+
+    def observe(self, message: Members | HeartbeatSeen | NodeLost) -> None:
+        match message:
+            case Members(members=members):
+                for member in members:
+                    if member.node != self.name and member.address:
+                        self.know(member.node, parse_address(member.address))
+            case HeartbeatSeen(sent_s=sent, seen_s=seen):
+                now = self.now()
+                self._offsets.append((now - sent, seen - (sent + now) / 2))
+            case NodeLost(node=node, reason=reason):
+                self.call(lambda: self._peer_down(node, reason))
+
+    def resolve(self, action: Action) -> None:
+        if isinstance(action, Note):
+            logger.warning("%s: %s", action.what, action.reason)
+        else:
+            self.client.resolve(action)
+
+
+def _origin(connection: Connection) -> str:
+    if connection.peer:
+        return connection.peer
+    try:
+        return format_address(*connection.sock.getpeername()[:2])
+    except OSError:
+        return "a stranger"

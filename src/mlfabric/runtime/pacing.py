@@ -1,0 +1,27 @@
+"""Socket settings that shape what we send; the kernel paces TCP by itself, without a queueing discipline."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+# Not in Python's socket module; see socket(7) of the Linux kernel, asm-generic/socket.h.
+SO_MAX_PACING_RATE = 47
+TCP_NOTSENT_LOWAT = 25
+_UNLIMITED = 2**64 - 1
+
+# Unsent data that the kernel holds for us; more would only make us late in changing our mind.
+NOTSENT_BYTES = 256 * 1024
+
+
+def set_pace(sock: socket.socket, rate_bytes_per_s: float | None) -> None:
+    """Let the kernel send at most so many payload bytes per second; None: as fast as TCP allows."""
+    rate = _UNLIMITED if rate_bytes_per_s is None else max(int(rate_bytes_per_s), 1)
+    sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("Q", min(rate, _UNLIMITED)))
+
+
+def prepare_socket(sock: socket.socket, bulk: bool) -> None:
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if bulk:
+        sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, NOTSENT_BYTES)

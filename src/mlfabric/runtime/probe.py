@@ -1,0 +1,64 @@
+"""Asks who listens at an address, before anything else is started: errors here are the clearest to tell."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+
+from mlfabric.config import format_address
+from mlfabric.errors import ConnectError
+from mlfabric.runtime.trust import NONCE_BYTES, Handshake, Purpose, Refused
+from mlfabric.wire import FrameReader, Kind, WireError, encode_frame
+
+RETRY_S = 0.1
+
+
+def find_scheduler(address: tuple[str, int], name: str, secret: bytes, timeout_s: float) -> tuple[str, str]:
+    """(the scheduler's node name, our own address on the way there). Waits for one to come up."""
+    where = format_address(*address)
+    until = time.monotonic() + timeout_s
+    while True:
+        left = until - time.monotonic()
+        try:
+            with socket.create_connection(address, timeout=max(min(left, 5.0), 0.05)) as sock:
+                sock.settimeout(max(min(left, 5.0), 0.05))
+                return _ask(sock, where, name, secret), sock.getsockname()[0]
+        except socket.gaierror:
+            raise ConnectError(
+                f"the host name in {where} is unknown; check the scheduler's address"
+            ) from None
+        except (ConnectionRefusedError, ConnectionResetError, TimeoutError, OSError) as error:
+            why = "it did not answer" if isinstance(error, TimeoutError) else (error.strerror or "it hung up")
+            if time.monotonic() + RETRY_S >= until:
+                raise ConnectError(
+                    f"no scheduler answered at {where} within {timeout_s:g} s ({why.lower()}); "
+                    f"start one with `mlfabric scheduler --listen {where}` or check the address"
+                ) from None
+        time.sleep(RETRY_S)
+
+
+def _ask(sock: socket.socket, where: str, name: str, secret: bytes) -> str:
+    handshake = Handshake(name, secret, secrets.token_bytes(NONCE_BYTES), Purpose.PROBE)
+    reader = FrameReader()
+    sock.sendall(encode_frame(Kind.HANDSHAKE, handshake.begin()))
+    while not handshake.done:
+        count = sock.recv_into(reader.wanted())
+        if count == 0:
+            raise ConnectionResetError("it hung up")
+        try:
+            frame = reader.advance(count)
+            if frame is None:
+                continue
+            answer = handshake.feed(frame.body)
+        except WireError:
+            raise ConnectError(
+                f"what listens at {where} is not an MLfabric scheduler; check the address and port"
+            ) from None
+        except Refused as refusal:
+            raise ConnectError(f"the scheduler at {where} let {name} not in: {refusal}") from None
+        if answer is not None:
+            sock.sendall(encode_frame(Kind.HANDSHAKE, answer))
+    if not handshake.peer_is_scheduler:
+        raise ConnectError(f"{handshake.peer} at {where} is a member of a fabric, not its scheduler")
+    return handshake.peer

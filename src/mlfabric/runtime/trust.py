@@ -1,0 +1,143 @@
+"""Who may speak: a shared secret proves membership on every connection, in both directions.
+
+Challenge and response with fresh nonces: nothing that went over the wire before opens a connection again.
+It keeps strangers out; it does not hide or seal what is sent afterwards from someone on the path. Pure: the
+engine does the sending.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from enum import StrEnum
+
+import msgspec
+
+from mlfabric.wire import WireError
+
+PROTOCOL = 1
+NONCE_BYTES = 32
+
+
+class Purpose(StrEnum):
+    CONTROL = "control"
+    BULK = "bulk"
+    PROBE = "probe"  # asks who is there, then goes
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    protocol: int
+    node: str
+    purpose: Purpose
+    nonce: bytes
+
+
+class Challenge(msgspec.Struct, frozen=True, tag=True):
+    protocol: int
+    node: str
+    nonce: bytes
+    proof: bytes
+
+
+class Proof(msgspec.Struct, frozen=True, tag=True):
+    proof: bytes
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    scheduler: bool  # whether the scheduler lives here
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    reason: str
+
+
+HandshakeMessage = Hello | Challenge | Proof | Welcome | Refusal
+_decoder = msgspec.msgpack.Decoder(HandshakeMessage)
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Refused(Exception):  # noqa: N818 - an answer, not a fault
+    """The other side, or we, ended the handshake; the reason is a sentence."""
+
+
+class Handshake:
+    """One side of a handshake: bytes in, bytes out, `done` at the end."""
+
+    def __init__(
+        self, node: str, secret: bytes, nonce: bytes, purpose: Purpose | None = None, scheduler: bool = False
+    ) -> None:
+        self._node = node
+        self._secret = secret
+        self._nonce = nonce
+        self._purpose = purpose  # None: we were called
+        self._is_scheduler = scheduler
+        self._hello: Hello | None = None
+        self._challenge: Challenge | None = None
+        self.peer = ""
+        self.purpose = purpose
+        self.peer_is_scheduler = False
+        self.done = False
+
+    def begin(self) -> bytes:
+        """The caller's first words."""
+        assert self._purpose is not None
+        self._hello = Hello(PROTOCOL, self._node, self._purpose, self._nonce)
+        return _encoder.encode(self._hello)
+
+    def feed(self, body: bytes) -> bytes | None:
+        """What to answer; None: nothing. Raises Refused with the reason where it ends."""
+        try:
+            message = _decoder.decode(body)
+        except msgspec.MsgspecError:
+            raise WireError("not a handshake of ours") from None
+        match message:
+            case Refusal(reason=reason):
+                raise Refused(reason)
+            case Hello() if self._purpose is None and self._hello is None:
+                return self._challenged_by(message)
+            case Challenge() if self._purpose is not None and self._challenge is None:
+                return self._answer(message)
+            case Proof() if self._purpose is None and self._challenge is not None:
+                return self._verify(message)
+            case Welcome() if self._purpose is not None and self._challenge is not None:
+                self.peer_is_scheduler = message.scheduler
+                self.done = True
+                return None
+        raise WireError(f"{type(message).__name__} out of turn")
+
+    def _challenged_by(self, hello: Hello) -> bytes:
+        if hello.protocol != PROTOCOL:
+            raise Refused(f"protocol {hello.protocol} is spoken there, {PROTOCOL} here; use one version")
+        if len(hello.nonce) != NONCE_BYTES:
+            raise WireError("a nonce of the wrong length")
+        self._hello, self.peer, self.purpose = hello, hello.node, hello.purpose
+        proof = self._seal(b"called", hello, self._node, self._nonce)
+        self._challenge = Challenge(PROTOCOL, self._node, self._nonce, proof)
+        return _encoder.encode(self._challenge)
+
+    def _answer(self, challenge: Challenge) -> bytes:
+        assert self._hello is not None
+        if challenge.protocol != PROTOCOL:
+            raise Refused(f"protocol {challenge.protocol} is spoken there, {PROTOCOL} here; use one version")
+        expected = self._seal(b"called", self._hello, challenge.node, challenge.nonce)
+        if not hmac.compare_digest(expected, challenge.proof):
+            raise Refused("the secrets differ; give both sides the same MLFABRIC_SECRET")
+        self._challenge, self.peer = challenge, challenge.node
+        return _encoder.encode(Proof(self._seal(b"caller", self._hello, challenge.node, challenge.nonce)))
+
+    def _verify(self, proof: Proof) -> bytes:
+        assert self._hello is not None
+        expected = self._seal(b"caller", self._hello, self._node, self._nonce)
+        if not hmac.compare_digest(expected, proof.proof):
+            raise Refused("the secrets differ; give both sides the same MLFABRIC_SECRET")
+        self.done = True
+        return _encoder.encode(Welcome(self._is_scheduler))
+
+    def _seal(self, side: bytes, hello: Hello, called: str, nonce: bytes) -> bytes:
+        parts = (side, hello.node.encode(), hello.purpose.value.encode(), hello.nonce, called.encode(), nonce)
+        text = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+        return hmac.digest(self._secret, text, hashlib.sha256)
+
+
+def encode_refusal(reason: str) -> bytes:
+    return _encoder.encode(Refusal(reason))

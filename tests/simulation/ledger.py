@@ -1,0 +1,164 @@
+"""A whole job in virtual time whose final model shows exactly which updates are in it.
+
+Update k adds 1 to its own coordinate under a plain-sum server: 1 for a committed one, 0 for a dropped or
+lost one, never 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mlfabric.client import Committed, Dropped, Outcome
+from mlfabric.data import ArrayData
+from mlfabric.errors import FabricError
+from mlfabric.eventlog import MemoryLog
+from mlfabric.messages import JobSettings
+from mlfabric.numerics import Sum, Vector
+from mlfabric.roles.actions import Note
+from mlfabric.sim.engine import Process, SimNode, Simulation
+from mlfabric.topology import Host, Network
+
+
+@dataclass
+class LedgerRun:
+    """A job of `workers` that push `steps` updates each, with faults at given times."""
+
+    workers: int = 4
+    steps: int = 6
+    aggregators: int = 2
+    shards: int = 1
+    servers: int = 1
+    replicas: int = 2
+    divergence: float | None = 0.5
+    max_delay: int | None = None
+    compute_s: float = 0.02
+    rates: tuple[float, ...] = (1e6, 2e6, 3e6)
+    elements: int = 2000
+    aggregate: bool = True
+    faults: tuple[
+        tuple[float, str, str], ...
+    ] = ()  # (seconds after the model is in place, "kill" or "stall", node)
+    seconds: float = 60.0
+    pull_each: bool = True
+
+    log: MemoryLog = field(default_factory=MemoryLog)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    offered: dict[str, int] = field(default_factory=dict)  # update -> coordinate
+    unanswered: set[str] = field(default_factory=set)
+    failures: list[str] = field(default_factory=list)
+    _done: set[str] = field(default_factory=set)
+
+    def run(self) -> LedgerRun:
+        names = [f"w{i}" for i in range(self.workers)]
+        helpers = [f"a{i}" for i in range(self.aggregators)]
+        servers = [f"s{i}" for i in range(self.servers)]
+        replicas = [f"r{i}" for i in range(self.replicas)]
+        everybody = [*names, *helpers, *servers, *replicas]
+        rates = [self.rates[i % len(self.rates)] for i in range(len(everybody))]
+        network = Network.of(Host(n, r, r) for n, r in zip(everybody, rates, strict=True))
+        self.sim = Simulation(network, log=self.log)
+        self.sim.add_scheduler("sched", "w0")
+        self.nodes: dict[str, SimNode] = {}
+        for name in everybody:
+            roles = {"w": ("worker", "aggregator"), "a": ("aggregator",), "s": ("server", "replica")}
+            mine = roles.get(name[0], ("replica",))
+            self.nodes[name] = self.sim.add_node(name, name, "sched", mine, expected=len(everybody))
+        for index, name in enumerate(names):
+            self.sim.spawn(self._work(index, self.nodes[name]), self.nodes[name])
+        while self.sim.now < self.seconds and len(self._done) < self._living(names):
+            self.sim.run(self.sim.now + 0.5)
+        self.sim.run(self.sim.now + 5.0)  # silence is noticed after three seconds
+        return self
+
+    def _begin_faults(self) -> None:
+        faults, self.faults = self.faults, ()
+        for at, what, name in faults:
+            self.sim.at(self.sim.now + at, lambda w=what, n=name: getattr(self.sim, w)(n))  # type: ignore[misc]
+
+    def _living(self, names: list[str]) -> int:
+        return sum(1 for name in names if self.nodes[name].alive or name in self._done)
+
+    def _work(self, index: int, node: SimNode) -> Process:
+        assert node.joined is not None
+        yield node.joined
+        settings = JobSettings(
+            max_delay=self.max_delay,
+            divergence=self.divergence,
+            shards=self.shards,
+            aggregate=self.aggregate,
+        )
+        zeros = {"w": np.zeros((self.shards, self.elements), np.float32)}
+        try:
+            yield node.client.publish(zeros, Sum(), settings)
+            self._begin_faults()
+            yield node.client.pull()[1]
+            for step in range(self.steps):
+                yield self.compute_s * (1 + 0.1 * index)
+                update = np.zeros((self.shards, self.elements), np.float32)
+                coordinate = index * self.steps + step
+                update[:, coordinate] = 1.0
+                name, answer = node.client.push({"w": update})
+                self.offered[name] = coordinate
+                self.unanswered.add(name)
+                self.outcomes[name] = yield answer
+                self.unanswered.discard(name)
+                if self.pull_each:
+                    yield node.client.pull()[1]
+        except FabricError as error:
+            self.failures.append(str(error))
+        self._done.add(node.name)
+
+    def lost(self) -> set[str]:
+        """As the workers say, and the scheduler for those that died."""
+        told = {update for node in self.nodes.values() for update in node.client.lost}
+        return told | {update for note in self.notes("lost") for update in note.updates}
+
+    def leader(self, shard: int) -> SimNode:
+        leaders = [n for n in self.nodes.values() if n.alive and f"server.{shard}" in n.node.roles]
+        assert len(leaders) == 1, f"shard {shard} has {len(leaders)} living leaders"
+        return leaders[0]
+
+    def weights(self, shard: int) -> Vector:
+        data = self.leader(shard).node.data
+        assert isinstance(data, ArrayData)
+        return data.shards[shard].weights
+
+    def check_ledger(self) -> None:
+        """Every coordinate is what its update's outcome says; open ones (their worker died) are 0 or 1."""
+        lost = self.lost()
+        partly = {update for note in self.notes("partly-applied") for update in note.updates}
+        for shard in range(self.shards):
+            weights = self.weights(shard)
+            for update, coordinate in self.offered.items():
+                value = weights[coordinate]
+                outcome = self.outcomes.get(update)
+                if outcome is None:
+                    assert value in (0.0, 1.0), f"{update}: {value}"
+                elif update in partly or (update in lost and self.shards > 1):
+                    assert value in (0.0, 1.0), f"{update}: {value}"  # one shard has it, another lost it
+                elif isinstance(outcome, Dropped) or update in lost:
+                    assert value == 0.0, f"{update} {outcome} lost={update in lost}: {value}"
+                else:
+                    assert value == 1.0, f"{update} {outcome}: {value}"
+            others = np.delete(weights, list(self.offered.values()))
+            assert not others.any()
+
+    def notes(self, what: str) -> list[Note]:
+        records = (record.record for record in self.log.records)
+        return [record for record in records if isinstance(record, Note) and record.what == what]
+
+    def check_everything(self) -> None:
+        assert not self.failures, self.failures
+        self.check_ledger()
+        dead = {name for name, node in self.nodes.items() if not node.alive}
+        for update in self.unanswered:
+            assert update.split("#")[0] in dead, f"{update} of a living worker never got an outcome"
+        for node in self.sim.nodes.values():
+            if node.alive:
+                for role in node.node.roles.values():
+                    role.validate()
+
+    def committed(self) -> list[Committed]:
+        return [outcome for outcome in self.outcomes.values() if isinstance(outcome, Committed)]
