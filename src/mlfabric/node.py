@@ -43,6 +43,7 @@ from mlfabric.roles.actions import (
     CancelTransfer,
     CommitStep,
     CreateShard,
+    DumpShard,
     FillShard,
     FreeBuffer,
     MarkReplicaImage,
@@ -135,7 +136,8 @@ class Node:
         self.roles[name] = role
         began = self._record(cause, name, "role", type(settings).__name__, settings)
         for action in begin:
-            self._perform(name, action, began)
+            did = self._record(began, name, "action", type(action).__name__, action)
+            self._perform(name, action, did)
 
     def post(self, role: str, event: Event, cause: str = "") -> None:
         """Feed an event to a role, and all that follows from it."""
@@ -268,6 +270,8 @@ class Node:
                 data.snapshot_shard(
                     action.shard, action.buffer, action.with_state, action.with_staged, action.for_replica
                 )
+            case DumpShard(shard=index, label=label):
+                data.dump_shard(index, label)
             case MarkReplicaImage(shard=index, buffer=buffer):
                 data.mark_image(index, buffer)
             case StartRole(role=name, settings=settings):
