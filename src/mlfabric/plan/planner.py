@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
-from mlfabric.plan.aggregation import Block, Cargo, Layout, aggregate_updates
+from mlfabric.plan.aggregation import aggregate_updates
 from mlfabric.plan.fair import lay_out_fairly
+from mlfabric.plan.forest import Cargo, Layout, Sent, Sum, last_position, members_of
 from mlfabric.plan.ordering import estimate_duration, order_updates, position_deadline
 from mlfabric.plan.reservation import INF, Booking, Ledger, open_ledger
 from mlfabric.plan.values import (
@@ -57,6 +58,9 @@ def plan_on_ledger(ledger: Ledger, job: JobState, offers: Sequence[Offer], now_s
         aggregators=frozenset(job.aggregators) if job.policy == "mlfabric" else frozenset(),
         last_counts=job.objective == "last",
         limit=INF if job.max_rate_bytes_per_s is None else job.max_rate_bytes_per_s,
+        deadlines=[position_deadline(offer, job) for offer in kept],
+        chunk_bytes=job.chunk_bytes,
+        levels=job.levels,
     )
     if job.policy == "fair-share":
         layout = lay_out_fairly(ledger, cargo, now_s)
@@ -140,25 +144,20 @@ def _choose_head(ledger: Ledger, job: JobState, kept: Sequence[Offer], now_s: fl
 
 
 class _Message(NamedTuple):
-    """What arrives at the servers as one: an update or a group's sum. Members by deadline."""
+    """What arrives at the servers as one: an update, or a sum. Members by deadline."""
 
-    members: tuple[int, ...]
+    members: Sequence[int]
     finish_s: float
     last_position: int  # that its last member may have
 
 
 def _messages(layout: Layout, deadlines: Sequence[int]) -> list[_Message]:
     messages = []
-    for block in layout.blocks:
-        if block.at is None:
-            messages += [
-                _Message((i,), layout.finishes[i], deadlines[i]) for i in range(block.first, block.end)
-            ]
-        else:
-            members = tuple(sorted(range(block.first, block.end), key=lambda i: (deadlines[i], i)))
-            after = len(members) - 1
-            last = min(deadlines[i] + after - k for k, i in enumerate(members))
-            messages.append(_Message(members, layout.finishes[block.first], last))
+    for node in layout.nodes:
+        members = members_of(node)
+        if len(members) > 1:
+            members = tuple(sorted(members, key=lambda i: (deadlines[i], i)))
+        messages.append(_Message(members, layout.finishes[members[0]], last_position(members, deadlines)))
     return messages
 
 
@@ -194,33 +193,30 @@ def _write_plan(
     drops: Sequence[PlannedDrop],
     now_s: float,
 ) -> Plan:
-    deadlines = [position_deadline(offer, job) for offer in kept]
-    numbered = _number(_messages(layout, deadlines))
-    block_of = {
-        index: number for number, block in enumerate(layout.blocks) for index in range(block.first, block.end)
-    }
-    groups = tuple(_write_group(job, kept, cargo, layout, s, now_s) for s in range(len(layout.sums)))
+    sums = {(found.tag, found.shard): found for found in layout.sums}
+    bound = "no bound" if job.max_delay is None else f"bound {job.max_delay}"
     placed = []
-    for position, index in enumerate(numbered):
-        offer = kept[index]
+    for position, index in enumerate(_number(_messages(layout, cargo.deadlines))):
+        offer, sent, finish_s = kept[index], layout.sent[index], layout.finishes[index]
         delay = job.placed_version + position - offer.base_version
-        number = block_of[index]
-        block = layout.blocks[number]
-        parts = tuple(
-            _write_part(job.shards[s].index, cargo, block, number, index, s, booking)
-            for s, booking in enumerate(layout.parts[index])
-        )
+        if sent.tag is None:
+            how = f"direct by policy {job.policy}, alone it takes {format_time(durations_s[offer.update])}"
+        else:
+            into = sums[sent.tag, 0]
+            way = "in a chain ending at" if into.chain else "at"
+            how = f"summed with {len(into.members) - 1} others {way} {into.aggregator}"
         placed.append(
             Placed(
-                update=offer.update,
-                position=position,
-                delay_updates=delay,
-                weight=weigh(delay, job.concurrency),
-                parts=parts,
-                finish_s=layout.finishes[index],
-                reason=_explain(job, block, offer, delay, layout.finishes[index] - now_s, durations_s),
+                offer.update,
+                position,
+                delay,
+                weigh(delay, job.concurrency),
+                _write_parts(job, cargo, index, sent),
+                finish_s,
+                f"{how}; there in {format_time(finish_s - now_s)}, delay {delay}, {bound}",
             )
         )
+    groups = tuple(_write_group(job, kept, cargo, found) for found in layout.sums)
     return Plan(tuple(placed), groups, tuple(drops))
 
 
@@ -229,20 +225,15 @@ def weigh(delay_updates: int, concurrency: int) -> float:
     return 1.0 if delay_updates <= concurrency else concurrency / delay_updates
 
 
-def _write_part(
-    shard: int, cargo: Cargo, block: Block, number: int, index: int, s: int, booking: Booking
-) -> Part:
-    size = cargo.parts[index][s]
-    target = cargo.servers[s] if block.at is None else block.at[s]
-    return Part(
-        shard,
-        target,
-        size,
-        booking.start_s,
-        booking.finish_s,
-        _mean_rate(booking, size),
-        None if block.at is None else f"g{number}.{shard}",
-    )
+def _write_parts(job: JobState, cargo: Cargo, index: int, sent: Sent) -> tuple[Part, ...]:
+    parts = []
+    for shard, target, size, booking in zip(
+        job.shards, sent.targets, cargo.parts[index], sent.bookings, strict=True
+    ):
+        group = None if sent.tag is None else f"{sent.tag}.{shard.index}"
+        start_s, finish_s = booking.start_s, booking.finish_s
+        parts.append(Part(shard.index, target, size, start_s, finish_s, _mean_rate(booking, size), group))
+    return tuple(parts)
 
 
 def _mean_rate(booking: Booking, size_bytes: int) -> float:
@@ -250,43 +241,28 @@ def _mean_rate(booking: Booking, size_bytes: int) -> float:
     return size_bytes / lasts if lasts > 0 else INF
 
 
-def _write_group(
-    job: JobState, kept: Sequence[Offer], cargo: Cargo, layout: Layout, s: int, now_s: float
-) -> Group:
-    found = layout.sums[s]
-    shard = job.shards[found.shard].index
-    size = max(cargo.parts[index][found.shard] for index in found.members)
+def _write_group(job: JobState, kept: Sequence[Offer], cargo: Cargo, found: Sum) -> Group:
+    shard, booking = job.shards[found.shard].index, found.booking
     own = any(cargo.hosts[index] == found.aggregator for index in found.members)
-    booking = found.booking
     wait = booking.start_s - found.ready_s
-    server = cargo.servers[found.shard]
-    when = (
-        f"ready as {server}'s link falls free"
-        if wait <= 0
-        else f"ready {format_time(wait)} before {server}'s link is free"
-    )
+    if found.chain:
+        how = "handed on chunk by chunk by hosts of like speed"
+    elif wait <= 0:
+        how = f"on its way as soon as it is ready; {found.aggregator} {'is a member' if own else 'is idle'}"
+    else:
+        how = f"ready {format_time(wait)} before the link is free, so it costs nothing"
     return Group(
-        group=f"g{found.block}.{shard}",
+        group=f"{found.tag}.{shard}",
         shard=shard,
         aggregator=found.aggregator,
         members=tuple(kept[index].update for index in found.members),
-        size_bytes=size,
+        size_bytes=found.size_bytes,
         ready_s=found.ready_s,
         start_s=booking.start_s,
         finish_s=booking.finish_s,
-        rate_bytes_per_s=_mean_rate(booking, size),
-        reason=f"{len(found.members)} updates cross to {server} as one sum, {when}; "
-        f"{found.aggregator} {'is a member' if own else 'is idle'}",
-        target=server,
+        rate_bytes_per_s=_mean_rate(booking, found.size_bytes),
+        reason=f"{len(found.members)} updates reach {found.target} as one sum, {how}",
+        target=found.target,
+        parent=None if found.parent is None else f"{found.parent}.{shard}",
+        chain=found.chain,
     )
-
-
-def _explain(
-    job: JobState, block: Block, offer: Offer, delay: int, after_s: float, durations_s: Mapping[str, float]
-) -> str:
-    bound = "no bound" if job.max_delay is None else f"bound {job.max_delay}"
-    if block.at is None:
-        how = f"direct by policy {job.policy}, alone it takes {format_time(durations_s[offer.update])}"
-    else:
-        how = f"summed with {block.end - block.first - 1} others at {block.at[0]}"
-    return f"{how}; there in {format_time(after_s)}, delay {delay}, {bound}"
