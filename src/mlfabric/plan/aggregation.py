@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 from mlfabric.plan.chains import chain_plans
@@ -37,36 +38,56 @@ def aggregate_updates(ledger: Ledger, cargo: Cargo, now_s: float) -> Layout:
     direct: list[Node] = list(range(count))
     if count < 2 or not cargo.aggregators:
         return lay_out(ledger, cargo, direct, now_s)
-    best_cost, best = INF, direct
-    for nodes in _candidates(ledger, cargo, now_s):
-        cost = _trial(ledger, cargo, nodes, now_s)
+    mark = ledger.mark()
+    best_cost, best, standing = INF, direct, None
+    for nodes in _candidates(ledger, cargo, direct, mark, now_s):
+        if nodes is direct and _least_direct_cost(ledger, cargo, now_s) >= best_cost:
+            continue
+        if not cargo.meets_deadlines(nodes):
+            continue
+        ledger.undo(mark)
+        standing = lay_out(ledger, cargo, nodes, now_s)
+        cost = standing.cost(cargo.last_counts)
         if cost < best_cost * (1 - TIME_TOLERANCE):
             best_cost, best = cost, nodes
-    return lay_out(ledger, cargo, best, now_s)
+    if standing is None or standing.nodes is not best:
+        ledger.undo(mark)
+        standing = lay_out(ledger, cargo, best, now_s)
+    return standing
 
 
-def _trial(ledger: Ledger, cargo: Cargo, nodes: Sequence[Node], now_s: float) -> float:
-    if not cargo.meets_deadlines(nodes):
-        return INF
-    mark = ledger.mark()
-    layout = lay_out(ledger, cargo, nodes, now_s)
-    ledger.undo(mark)
-    return layout.cost(cargo.last_counts)
+def _least_direct_cost(ledger: Ledger, cargo: Cargo, now_s: float) -> float:
+    """No plan without sums costs less: every server takes in all parts one after the other."""
+    least = 0.0
+    for shard, server in enumerate(cargo.servers):
+        rate = ledger.network.hosts[server].down_bytes_per_s
+        coming = sorted(
+            parts[shard] for parts, host in zip(cargo.parts, cargo.hosts, strict=True) if host != server
+        )
+        ends = list(accumulate(coming))
+        if ends:
+            total = ends[-1] if cargo.last_counts else sum(ends) / len(cargo.hosts)
+            least = max(least, total / rate)
+    return now_s + least
 
 
-def _candidates(ledger: Ledger, cargo: Cargo, now_s: float) -> Iterator[list[Node]]:
-    count = len(cargo.hosts)
-    updates: list[Node] = list(range(count))
+def _candidates(
+    ledger: Ledger, cargo: Cargo, updates: list[Node], mark: int, now_s: float
+) -> Iterator[list[Node]]:
+    """Lists of nodes to compare. Between two of them the ledger may hold the one before, after `mark`."""
+    count = len(updates)
     many = count * len(cargo.servers) > TRIAL_TRANSFERS // 4
-    yield updates
     racks = _gather_racks(ledger, cargo)
     if racks is not None:
         yield from _over(ledger, cargo, racks, cargo.levels - 1, now_s)
     if racks is None or not many:
+        ledger.undo(mark)
         yield from _over(ledger, cargo, updates, 1, now_s)
         if cargo.levels > 1:
+            ledger.undo(mark)
             yield from _over(ledger, cargo, updates, cargo.levels, now_s)
     yield from chain_plans(ledger, cargo, few=many)
+    yield updates
 
 
 def _over(ledger: Ledger, cargo: Cargo, units: list[Node], depth: int, now_s: float) -> Iterator[list[Node]]:
@@ -75,11 +96,13 @@ def _over(ledger: Ledger, cargo: Cargo, units: list[Node], depth: int, now_s: fl
         yield units
         return
     search = GroupSearch(ledger, cargo, units, depth, now_s)
-    greedy = search.best_direct_run()
-    yield greedy
+    cost, greedy = search.best_direct_run()
+    found = [(cost, greedy)]
     if depth == 1 and len(units) <= MOVES_UP_TO:
         for start in (search.blocks(greedy), [Block(0, len(units))]):
-            yield search.nodes(search.improve(start)[1])
+            cost, blocks = search.improve(start)
+            found.append((cost, search.nodes(blocks)))
+    yield min(found, key=lambda pair: pair[0])[1]
 
 
 def _gather_racks(ledger: Ledger, cargo: Cargo) -> list[Node] | None:

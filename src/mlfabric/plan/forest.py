@@ -169,14 +169,11 @@ def send_update(
     ledger: Ledger, cargo: Cargo, index: int, targets: Sequence[str], tag: str | None, now_s: float
 ) -> Sent:
     """Reserve an update's parts from its worker to the targets."""
-    host, sizes = cargo.hosts[index], cargo.parts[index]
-    if len(sizes) == 1:
-        path = ledger.path(host, targets[0])
-        return Sent(targets, (ledger.reserve(path, sizes[0], now_s, cargo.limit),), tag)
+    host, sizes, limit = cargo.hosts[index], cargo.parts[index], cargo.limit
     bookings: list[Booking] = [None] * len(sizes)  # type: ignore[list-item]
     for shard in rotation(len(sizes), index):
         path = ledger.path(host, targets[shard])
-        bookings[shard] = ledger.reserve(path, sizes[shard], now_s, cargo.limit)
+        bookings[shard] = ledger.reserve(path, sizes[shard], now_s, limit)
     return Sent(targets, bookings, tag)
 
 

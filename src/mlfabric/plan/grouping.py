@@ -80,14 +80,14 @@ class GroupSearch:
 
     # -- greedy plans
 
-    def best_direct_run(self) -> list[Node]:
+    def best_direct_run(self) -> tuple[float, list[Node]]:
         """The cheapest greedy plan over the lengths of the direct run; all direct if none is cheaper."""
         best: tuple[float, list[Node]] = (self.trial([Block(0, self.count)]), list(self.units))
         for run in self._runs():
             cost, nodes = self._greedy(run)
             if cost < best[0] * (1 - TIME_TOLERANCE):
                 best = (cost, nodes)
-        return best[1]
+        return best
 
     def blocks(self, nodes: Sequence[Node]) -> list[Block]:
         """A one-level plan of the units as blocks."""

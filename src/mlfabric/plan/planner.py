@@ -14,16 +14,19 @@ from typing import Final, NamedTuple
 from mlfabric.plan.aggregation import aggregate_updates
 from mlfabric.plan.fair import lay_out_fairly
 from mlfabric.plan.forest import Cargo, Layout, Sent, Sum, last_position, members_of
-from mlfabric.plan.ordering import estimate_duration, order_updates, position_deadline
+from mlfabric.plan.ordering import estimate_durations, order_updates, position_deadline
+from mlfabric.plan.replication import Follower, ServerStep, plan_replication
 from mlfabric.plan.reservation import INF, Booking, Ledger, open_ledger
 from mlfabric.plan.values import (
     Group,
+    HeldStep,
     JobState,
     Offer,
     Part,
     Placed,
     Plan,
     PlannedDrop,
+    ReplicaMessage,
     Reserved,
     Shard,
 )
@@ -44,13 +47,13 @@ def plan_updates(
 
 def plan_on_ledger(ledger: Ledger, job: JobState, offers: Sequence[Offer], now_s: float) -> Plan:
     """The same on a ledger that already holds other transfers; the plan's own are added to it."""
-    reachable, unreachable = _split_reachable(ledger.network, job.shards, offers)
-    durations = estimate_durations(ledger.network, job.shards, reachable)
+    reachable, durations, unreachable = _split_reachable(ledger.network, job.shards, offers)
     ordered = order_updates(reachable, job, durations)
     kept = ordered.kept
     if job.policy == "mlfabric":
         kept = _choose_head(ledger, job, kept, now_s)
-    parts = [split_bytes(offer.size_bytes, job.shards) for offer in kept]
+    split = {size: split_bytes(size, job.shards) for size in {offer.size_bytes for offer in kept}}
+    parts = [split[offer.size_bytes] for offer in kept]
     cargo = Cargo(
         hosts=[offer.host for offer in kept],
         parts=parts,
@@ -67,7 +70,7 @@ def plan_on_ledger(ledger: Ledger, job: JobState, offers: Sequence[Offer], now_s
     else:
         layout = aggregate_updates(ledger, cargo, now_s)
     drops = (*unreachable, *ordered.drops)
-    return _write_plan(job, kept, cargo, layout, durations, drops, now_s)
+    return _write_plan(ledger, job, kept, cargo, layout, durations, drops, now_s)
 
 
 def split_bytes(size_bytes: int, shards: Sequence[Shard]) -> list[int]:
@@ -83,30 +86,29 @@ def split_bytes(size_bytes: int, shards: Sequence[Shard]) -> list[int]:
     return parts
 
 
-def estimate_durations(
-    network: Network, shards: Sequence[Shard], offers: Sequence[Offer]
-) -> dict[str, float]:
-    return {offer.update: estimate_duration(network, shards, offer) for offer in offers}
-
-
 def _split_reachable(
     network: Network, shards: Sequence[Shard], offers: Sequence[Offer]
-) -> tuple[list[Offer], list[PlannedDrop]]:
-    """Offers that can be sent at all; the others are dropped, by name."""
-    reachable, drops = [], []
-    dead = sorted({s.server for s in shards if s.server not in network.hosts})
-    for offer in offers:
-        host = network.hosts.get(offer.host)
-        if host is None:
-            drops.append(PlannedDrop(offer.update, f"host {offer.host} is not in the network"))
-        elif dead:
-            drops.append(PlannedDrop(offer.update, f"server {dead[0]} is not in the network"))
-        elif any(network.rate(offer.host, shard.server) <= 0 for shard in shards):
-            cut = next(s.server for s in shards if network.rate(offer.host, s.server) <= 0)
-            drops.append(PlannedDrop(offer.update, f"no bandwidth from {offer.host} to server {cut}"))
-        else:
-            reachable.append(offer)
-    return reachable, sorted(drops, key=lambda drop: drop.update)
+) -> tuple[list[Offer], dict[str, float], list[PlannedDrop]]:
+    """Offers that can be sent at all, with their durations; the others are dropped, by name."""
+    known = [offer for offer in offers if offer.host in network.hosts]
+    gone = sorted({shard.server for shard in shards if shard.server not in network.hosts})
+    if gone:
+        drops = [PlannedDrop(offer.update, f"server {gone[0]} is not in the network") for offer in known]
+        reachable, durations = [], {}
+    else:
+        durations = estimate_durations(network, shards, known)
+        reachable = [offer for offer in known if durations[offer.update] < INF]
+        drops = [
+            PlannedDrop(offer.update, f"no bandwidth from {offer.host} to its servers")
+            for offer in known
+            if durations[offer.update] == INF
+        ]
+    drops += [
+        PlannedDrop(offer.update, f"host {offer.host} is not in the network")
+        for offer in offers
+        if offer.host not in network.hosts
+    ]
+    return reachable, durations, sorted(drops, key=lambda drop: drop.update)
 
 
 def _choose_head(ledger: Ledger, job: JobState, kept: Sequence[Offer], now_s: float) -> tuple[Offer, ...]:
@@ -185,6 +187,7 @@ def _number(messages: Sequence[_Message]) -> list[int]:
 
 
 def _write_plan(
+    ledger: Ledger,
     job: JobState,
     kept: Sequence[Offer],
     cargo: Cargo,
@@ -196,15 +199,25 @@ def _write_plan(
     sums = {(found.tag, found.shard): found for found in layout.sums}
     bound = "no bound" if job.max_delay is None else f"bound {job.max_delay}"
     placed = []
-    for position, index in enumerate(_number(_messages(layout, cargo.deadlines))):
+    ways: dict[str, str] = {}
+    messages = _messages(layout, cargo.deadlines)
+    order = _number(messages)
+    for position, index in enumerate(order):
         offer, sent, finish_s = kept[index], layout.sent[index], layout.finishes[index]
         delay = job.placed_version + position - offer.base_version
         if sent.tag is None:
-            how = f"direct by policy {job.policy}, alone it takes {format_time(durations_s[offer.update])}"
-        else:
+            how = (
+                f"direct by policy {job.policy}, alone it takes {format_time(durations_s[offer.update])}; "
+                f"there in {format_time(finish_s - now_s)}"
+            )
+        elif (how := ways.get(sent.tag, "")) == "":
             into = sums[sent.tag, 0]
             way = "in a chain ending at" if into.chain else "at"
-            how = f"summed with {len(into.members) - 1} others {way} {into.aggregator}"
+            how = (
+                f"summed with {len(into.members) - 1} others {way} {into.aggregator}; "
+                f"there in {format_time(finish_s - now_s)}"
+            )
+            ways[sent.tag] = how
         placed.append(
             Placed(
                 offer.update,
@@ -213,11 +226,49 @@ def _write_plan(
                 weigh(delay, job.concurrency),
                 _write_parts(job, cargo, index, sent),
                 finish_s,
-                f"{how}; there in {format_time(finish_s - now_s)}, delay {delay}, {bound}",
+                f"{how}, delay {delay}, {bound}",
             )
         )
     groups = tuple(_write_group(job, kept, cargo, found) for found in layout.sums)
-    return Plan(tuple(placed), groups, tuple(drops))
+    replication, held = _replicate(ledger, job, kept, cargo, layout, order, now_s)
+    return Plan(tuple(placed), groups, tuple(drops), replication, held)
+
+
+def _replicate(
+    ledger: Ledger,
+    job: JobState,
+    kept: Sequence[Offer],
+    cargo: Cargo,
+    layout: Layout,
+    order: Sequence[int],
+    now_s: float,
+) -> tuple[tuple[ReplicaMessage, ...], tuple[HeldStep, ...]]:
+    """Messages to the replicas of the job's shards, over what its updates leave free."""
+    messages: list[ReplicaMessage] = []
+    held: list[HeldStep] = []
+    if job.divergence is None or not kept:
+        return (), ()
+    sums = {(found.members, found.shard): found.booking.finish_s for found in layout.sums}
+    rank = {index: position for position, index in enumerate(order)}
+    arriving = sorted((members_of(node) for node in layout.nodes), key=lambda members: rank[members[0]])
+    norms = [sum(kept[index].norm for index in members) for members in arriving]
+    for s, shard in enumerate(job.shards):
+        if shard.replica is None or shard.replica not in ledger.network.hosts:
+            continue
+        steps = []
+        for members, norm in zip(arriving, norms, strict=True):
+            at_s = sums.get((members, s))
+            if at_s is None:
+                at_s = layout.sent[members[0]].bookings[s].finish_s
+            steps.append(ServerStep(kept[members[-1]].update, at_s, norm))
+        size = max(parts[s] for parts in cargo.parts)
+        follower = Follower(
+            shard.index, shard.server, shard.replica, size, job.divergence, shard.pending_norm
+        )
+        plan = plan_replication(ledger, [follower], steps, now_s)
+        messages += plan.messages
+        held += plan.held
+    return tuple(messages), tuple(held)
 
 
 def weigh(delay_updates: int, concurrency: int) -> float:
@@ -227,12 +278,12 @@ def weigh(delay_updates: int, concurrency: int) -> float:
 
 def _write_parts(job: JobState, cargo: Cargo, index: int, sent: Sent) -> tuple[Part, ...]:
     parts = []
-    for shard, target, size, booking in zip(
-        job.shards, sent.targets, cargo.parts[index], sent.bookings, strict=True
-    ):
-        group = None if sent.tag is None else f"{sent.tag}.{shard.index}"
-        start_s, finish_s = booking.start_s, booking.finish_s
-        parts.append(Part(shard.index, target, size, start_s, finish_s, _mean_rate(booking, size), group))
+    sizes, targets, tag = cargo.parts[index], sent.targets, sent.tag
+    for s, booking in enumerate(sent.bookings):
+        shard, size, start_s, finish_s = job.shards[s].index, sizes[s], booking.start_s, booking.finish_s
+        rate = size / (finish_s - start_s) if finish_s > start_s else INF
+        group = None if tag is None else f"{tag}.{shard}"
+        parts.append(Part(shard, targets[s], size, start_s, finish_s, rate, group))
     return tuple(parts)
 
 

@@ -18,6 +18,7 @@ from itertools import accumulate
 from typing import Final
 
 from mlfabric.plan.reservation import INF, Booking, Ledger
+from mlfabric.plan.values import HeldStep, ReplicaMessage
 from mlfabric.units import format_time
 
 # Norms are sums of floats; a bound is not broken by their last bits.
@@ -43,31 +44,6 @@ class Follower:
     size_bytes: int  # of a message
     bound: float  # the most that may be pending
     pending: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaMessage:
-    """A transfer from a server to its replica; it covers every step applied before it starts."""
-
-    shard: int
-    server: str
-    replica: str
-    size_bytes: int
-    start_s: float
-    finish_s: float
-    rate_bytes_per_s: float
-    covers: tuple[str, ...]
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class HeldStep:
-    """A step that waits for the replica."""
-
-    step: str
-    shard: int
-    until_s: float
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
