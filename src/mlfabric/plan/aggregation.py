@@ -19,17 +19,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Final
 
 from mlfabric.plan.chains import chain_plans
 from mlfabric.plan.forest import Cargo, Gather, Layout, Node, lay_out
-from mlfabric.plan.grouping import HOSTS_TRIED, TIME_TOLERANCE, TRIAL_TRANSFERS, Block, GroupSearch
+from mlfabric.plan.grouping import HOSTS_TRIED, TIME_TOLERANCE, Block, GroupSearch
 from mlfabric.plan.reservation import INF, Ledger
 from mlfabric.units import format_time
 
 # Local moves are worth it for so many updates.
 MOVES_UP_TO: Final = 16
+# Beyond so many transfers only the likeliest form is laid out: racks first if there are racks.
+SEARCHED_TRANSFERS: Final = 400
+# Into how many groups by speed a rack may be cut.
+RACK_CUTS: Final = (1, 2, 4)
 
 
 def aggregate_updates(ledger: Ledger, cargo: Cargo, now_s: float) -> Layout:
@@ -60,14 +63,15 @@ def _least_direct_cost(ledger: Ledger, cargo: Cargo, now_s: float) -> float:
     """No plan without sums costs less: every server takes in all parts one after the other."""
     least = 0.0
     for shard, server in enumerate(cargo.servers):
-        rate = ledger.network.hosts[server].down_bytes_per_s
-        coming = sorted(
+        coming = [
             parts[shard] for parts, host in zip(cargo.parts, cargo.hosts, strict=True) if host != server
-        )
-        ends = list(accumulate(coming))
-        if ends:
-            total = ends[-1] if cargo.last_counts else sum(ends) / len(cargo.hosts)
-            least = max(least, total / rate)
+        ]
+        if coming:
+            # The k-th to come in is there no sooner than k of the smallest take.
+            total = float(min(coming) * len(coming))
+            if not cargo.last_counts:
+                total *= (len(coming) + 1) / 2 / len(cargo.hosts)
+            least = max(least, total / ledger.network.hosts[server].down_bytes_per_s)
     return now_s + least
 
 
@@ -76,7 +80,7 @@ def _candidates(
 ) -> Iterator[list[Node]]:
     """Lists of nodes to compare. Between two of them the ledger may hold the one before, after `mark`."""
     count = len(updates)
-    many = count * len(cargo.servers) > TRIAL_TRANSFERS // 4
+    many = count * len(cargo.servers) > SEARCHED_TRANSFERS
     racks = _gather_racks(ledger, cargo)
     if racks is not None:
         yield from _over(ledger, cargo, racks, cargo.levels - 1, now_s)
@@ -106,21 +110,64 @@ def _over(ledger: Ledger, cargo: Cargo, units: list[Node], depth: int, now_s: fl
 
 
 def _gather_racks(ledger: Ledger, cargo: Cargo) -> list[Node] | None:
-    """What is in one rack as one unit, in the order of the racks' first members; None without racks."""
+    """What is in one rack summed there, in a few groups by speed; None without racks.
+
+    Cutting a rack spares its fast hosts the wait for its slow ones but makes more sums for the servers to
+    take; how often to cut is decided by a rough estimate of both.
+    """
     hosts = ledger.network.hosts
     servers = {hosts[server].rack for server in cargo.servers}
     racks: dict[str, list[int]] = {}
-    units: list[tuple[int, Node]] = []
+    alone: list[Node] = []
     for index, name in enumerate(cargo.hosts):
         rack = hosts[name].rack
         if rack is None or (rack in servers and len(servers) == 1):
-            units.append((index, index))
+            alone.append(index)
         else:
             racks.setdefault(rack, []).append(index)
     if not any(len(members) > 1 for members in racks.values()):
         return None
-    units += [(members[0], _gather_at_members(ledger, cargo, members)) for members in racks.values()]
-    return [unit for _, unit in sorted(units, key=lambda pair: pair[0])]
+    leaves_s = [
+        sum(parts) / hosts[name].up_bytes_per_s for parts, name in zip(cargo.parts, cargo.hosts, strict=True)
+    ]
+    ranked = [sorted(members, key=lambda i: (leaves_s[i], i)) for members in racks.values()]
+    best: tuple[float, list[tuple[float, list[int]]]] | None = None
+    for cuts in RACK_CUTS:
+        groups = [group for members in ranked for group in _cut(members, cuts)]
+        timed = sorted((_estimate_ready(ledger, cargo, group, leaves_s), group) for group in groups)
+        cost = _estimate_cost(ledger, cargo, timed)
+        if best is None or cost < best[0]:
+            best = (cost, timed)
+    assert best is not None
+    return [*alone, *(_gather_at_members(ledger, cargo, sorted(group)) for _, group in best[1])]
+
+
+def _cut(members: list[int], cuts: int) -> list[list[int]]:
+    """A list in at most so many runs of like length, none shorter than two if it can be helped."""
+    size = max(2, -(-len(members) // cuts))
+    return [members[first : first + size] for first in range(0, len(members), size)]
+
+
+def _estimate_ready(ledger: Ledger, cargo: Cargo, group: Sequence[int], leaves_s: Sequence[float]) -> float:
+    """Seconds until a group's sums can leave: its slowest uplink or its aggregators' downlinks decide."""
+    hosts = ledger.network.hosts
+    fastest = max([hosts[cargo.hosts[i]].down_bytes_per_s for i in group])
+    coming = (len(group) - 1) * max(cargo.parts[group[0]])
+    return max(leaves_s[group[-1]], coming / fastest)
+
+
+def _estimate_cost(ledger: Ledger, cargo: Cargo, timed: Sequence[tuple[float, Sequence[int]]]) -> float:
+    """Mean or last completion if the slowest server takes the sums in as they get ready."""
+    hosts = ledger.network.hosts
+    each_s = max(
+        cargo.parts[0][shard] / hosts[server].down_bytes_per_s for shard, server in enumerate(cargo.servers)
+    )
+    at_s, total, count = 0.0, 0.0, 0
+    for ready_s, group in timed:
+        at_s = max(at_s, ready_s) + each_s
+        total += at_s * len(group)
+        count += len(group)
+    return at_s if cargo.last_counts else total / count
 
 
 def _gather_at_members(ledger: Ledger, cargo: Cargo, members: Sequence[int]) -> Node:

@@ -169,11 +169,9 @@ def send_update(
     ledger: Ledger, cargo: Cargo, index: int, targets: Sequence[str], tag: str | None, now_s: float
 ) -> Sent:
     """Reserve an update's parts from its worker to the targets."""
-    host, sizes, limit = cargo.hosts[index], cargo.parts[index], cargo.limit
-    bookings: list[Booking] = [None] * len(sizes)  # type: ignore[list-item]
-    for shard in rotation(len(sizes), index):
-        path = ledger.path(host, targets[shard])
-        bookings[shard] = ledger.reserve(path, sizes[shard], now_s, limit)
+    sizes = cargo.parts[index]
+    order = rotation(len(sizes), index)
+    bookings = ledger.reserve_parts(cargo.hosts[index], targets, sizes, order, now_s, cargo.limit)
     return Sent(targets, bookings, tag)
 
 
@@ -189,7 +187,7 @@ def forward(
 ) -> list[Booking]:
     """Reserve a gather's sums from their hosts to the targets, each once its last child is there."""
     members = members_of(node)
-    sizes = [max(cargo.parts[index][shard] for index in members) for shard in range(len(targets))]
+    sizes = list(map(max, zip(*(cargo.parts[index] for index in members), strict=True)))
     bookings: list[Booking] = [None] * len(targets)  # type: ignore[list-item]
     for shard in rotation(len(targets), members[0]):
         at, target = node.at[shard], targets[shard]

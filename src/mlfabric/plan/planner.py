@@ -47,6 +47,20 @@ def plan_updates(
 
 def plan_on_ledger(ledger: Ledger, job: JobState, offers: Sequence[Offer], now_s: float) -> Plan:
     """The same on a ledger that already holds other transfers; the plan's own are added to it."""
+    return lay_plan(ledger, job, offers, now_s).plan
+
+
+class Laid(NamedTuple):
+    """A plan together with what it booked."""
+
+    plan: Plan
+    kept: Sequence[Offer]  # by index of the cargo
+    cargo: Cargo
+    layout: Layout
+
+
+def lay_plan(ledger: Ledger, job: JobState, offers: Sequence[Offer], now_s: float) -> Laid:
+    """Order, aggregate, reserve."""
     reachable, durations, unreachable = _split_reachable(ledger.network, job.shards, offers)
     ordered = order_updates(reachable, job, durations)
     kept = ordered.kept
@@ -70,7 +84,8 @@ def plan_on_ledger(ledger: Ledger, job: JobState, offers: Sequence[Offer], now_s
     else:
         layout = aggregate_updates(ledger, cargo, now_s)
     drops = (*unreachable, *ordered.drops)
-    return _write_plan(ledger, job, kept, cargo, layout, durations, drops, now_s)
+    plan = _write_plan(ledger, job, kept, cargo, layout, durations, drops, now_s)
+    return Laid(plan, kept, cargo, layout)
 
 
 def split_bytes(size_bytes: int, shards: Sequence[Shard]) -> list[int]:
@@ -200,6 +215,7 @@ def _write_plan(
     bound = "no bound" if job.max_delay is None else f"bound {job.max_delay}"
     placed = []
     ways: dict[str, str] = {}
+    shards = [shard.index for shard in job.shards]
     messages = _messages(layout, cargo.deadlines)
     order = _number(messages)
     for position, index in enumerate(order):
@@ -224,14 +240,20 @@ def _write_plan(
                 position,
                 delay,
                 weigh(delay, job.concurrency),
-                _write_parts(job, cargo, index, sent),
+                _write_parts(shards, cargo.parts[index], sent),
                 finish_s,
                 f"{how}, delay {delay}, {bound}",
             )
         )
-    groups = tuple(_write_group(job, kept, cargo, found) for found in layout.sums)
+    groups = []
+    members: dict[str, tuple[tuple[str, ...], set[str]]] = {}  # updates and their hosts, by tag
+    for found in layout.sums:
+        if found.tag not in members:
+            names = tuple(kept[index].update for index in found.members)
+            members[found.tag] = (names, {cargo.hosts[index] for index in found.members})
+        groups.append(_write_group(job, found, *members[found.tag]))
     replication, held = _replicate(ledger, job, kept, cargo, layout, order, now_s)
-    return Plan(tuple(placed), groups, tuple(drops), replication, held)
+    return Plan(tuple(placed), tuple(groups), tuple(drops), replication, held)
 
 
 def _replicate(
@@ -276,14 +298,14 @@ def weigh(delay_updates: int, concurrency: int) -> float:
     return 1.0 if delay_updates <= concurrency else concurrency / delay_updates
 
 
-def _write_parts(job: JobState, cargo: Cargo, index: int, sent: Sent) -> tuple[Part, ...]:
+def _write_parts(shards: Sequence[int], sizes: Sequence[int], sent: Sent) -> tuple[Part, ...]:
     parts = []
-    sizes, targets, tag = cargo.parts[index], sent.targets, sent.tag
+    targets, tag = sent.targets, sent.tag
     for s, booking in enumerate(sent.bookings):
-        shard, size, start_s, finish_s = job.shards[s].index, sizes[s], booking.start_s, booking.finish_s
+        size, start_s, finish_s = sizes[s], booking.start_s, booking.finish_s
         rate = size / (finish_s - start_s) if finish_s > start_s else INF
-        group = None if tag is None else f"{tag}.{shard}"
-        parts.append(Part(shard, targets[s], size, start_s, finish_s, rate, group))
+        group = None if tag is None else f"{tag}.{shards[s]}"
+        parts.append(Part(shards[s], targets[s], size, start_s, finish_s, rate, group))
     return tuple(parts)
 
 
@@ -292,9 +314,9 @@ def _mean_rate(booking: Booking, size_bytes: int) -> float:
     return size_bytes / lasts if lasts > 0 else INF
 
 
-def _write_group(job: JobState, kept: Sequence[Offer], cargo: Cargo, found: Sum) -> Group:
+def _write_group(job: JobState, found: Sum, members: tuple[str, ...], homes: set[str]) -> Group:
     shard, booking = job.shards[found.shard].index, found.booking
-    own = any(cargo.hosts[index] == found.aggregator for index in found.members)
+    own = found.aggregator in homes
     wait = booking.start_s - found.ready_s
     if found.chain:
         how = "handed on chunk by chunk by hosts of like speed"
@@ -306,7 +328,7 @@ def _write_group(job: JobState, kept: Sequence[Offer], cargo: Cargo, found: Sum)
         group=f"{found.tag}.{shard}",
         shard=shard,
         aggregator=found.aggregator,
-        members=tuple(kept[index].update for index in found.members),
+        members=members,
         size_bytes=found.size_bytes,
         ready_s=found.ready_s,
         start_s=booking.start_s,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -23,8 +23,6 @@ from mlfabric.plan.values import Reserved
 from mlfabric.topology import Link, Network
 
 INF: Final = math.inf
-# Rates are multiples of this. 2^53 of them still have exact sums: 8.8 TB/s.
-RATE_GRAIN_BYTES_PER_S: Final = 1 / 1024
 
 # What rounding may leave over of a transfer; nothing waits for it.
 NOTHING_BYTES: Final = 1e-6
@@ -33,10 +31,8 @@ LONG_PAST_STEPS: Final = 64
 
 
 def snap_rate(rate_bytes_per_s: float) -> float:
-    """The largest exactly representable rate that is not above the given one."""
-    if rate_bytes_per_s == INF:
-        return INF
-    return math.floor(rate_bytes_per_s / RATE_GRAIN_BYTES_PER_S) * RATE_GRAIN_BYTES_PER_S
+    """The largest multiple of 1/1024 not above the rate; 2^53 of them still add up exactly: 8.8 TB/s."""
+    return rate_bytes_per_s if rate_bytes_per_s == INF else int(rate_bytes_per_s * 1024) / 1024
 
 
 class Staircase:
@@ -67,6 +63,9 @@ class Staircase:
         first = bisect_right(starts, from_s) - 1
         if first < 0:
             first = 0
+        elif to_s <= starts[first + 1]:
+            _cut(starts, residuals, first, from_s, to_s, residuals[first] + rate)
+            return
         elif starts[first] != from_s:
             first += 1
             starts.insert(first, from_s)
@@ -204,6 +203,35 @@ class Ledger:
         self._log.append(booking)
         return booking
 
+    def reserve_parts(
+        self,
+        source: str,
+        targets: Sequence[str],
+        sizes: Sequence[int],
+        order: Iterable[int],
+        start_s: float,
+        limit: float,
+    ) -> list[Booking]:
+        """`reserve` for the parts of one update, in the given order; bookings in the order of the targets."""
+        doors, log = self._doors, self._log
+        here = doors.get(source) or self._open(source)
+        at_s = start_s if start_s > self.now_s else self.now_s
+        if limit != INF:
+            limit = snap_rate(limit)
+        bookings: list[Booking] = [None] * len(sizes)  # type: ignore[list-item]
+        for k in order:
+            target = targets[k]
+            there = doors.get(target) or self._open(target)
+            if here.rack == there.rack and here is not there and sizes[k] > 0:
+                pieces = _take_both(here.up, there.down, sizes[k], at_s, limit)
+                if pieces:
+                    booking = Booking((here.up, there.down), pieces, pieces[0][0], pieces[-1][1])
+                    log.append(booking)
+                    bookings[k] = booking
+                    continue
+            bookings[k] = self.reserve(self.path(source, target), sizes[k], start_s, limit)
+        return bookings
+
     def walk(self, path: Path, size_bytes: float, start_s: float, limit: float) -> tuple[list[Piece], float]:
         """The pieces a transfer would take and when it ends."""
         pieces: list[Piece] = []
@@ -211,22 +239,23 @@ class Ledger:
             return pieces, start_s
         at_s = start_s if start_s > self.now_s else self.now_s
         left = size_bytes
-        limit = snap_rate(limit)
-        indices = [bisect_right(stairs.starts, at_s) - 1 for stairs in path]
-        if max(indices) > LONG_PAST_STEPS:
-            for stairs in path:
+        if limit != INF:
+            limit = snap_rate(limit)
+        indices, ends, rates = [], [], []
+        for stairs in path:
+            index = bisect_right(stairs.starts, at_s) - 1
+            if index > LONG_PAST_STEPS:
                 stairs.forget_before(self.now_s)
-            indices = [bisect_right(stairs.starts, at_s) - 1 for stairs in path]
+                index = bisect_right(stairs.starts, at_s) - 1
+            indices.append(index)
+            ends.append(stairs.starts[index + 1])
+            rates.append(stairs.residuals[index])
         while True:
-            rate, until = limit, INF
-            for stairs, index in zip(path, indices, strict=True):
-                residual = stairs.residuals[index]
-                if residual < rate:
-                    rate = residual
-                end = stairs.starts[index + 1]
-                if end < until:
-                    until = end
+            rate = min(rates)
+            if rate > limit:
+                rate = limit
             if rate > 0:
+                until = min(ends)
                 done_s = at_s + left / rate
                 if done_s <= until:
                     if done_s > at_s:
@@ -236,12 +265,22 @@ class Ledger:
                 _extend(pieces, at_s, until, rate)
                 if left <= NOTHING_BYTES:
                     return pieces, until
-            elif until == INF:
-                return pieces, INF
-            at_s = until
-            for k, stairs in enumerate(path):
-                if stairs.starts[indices[k] + 1] <= at_s:
-                    indices[k] += 1
+                at_s = until
+                for k, end in enumerate(ends):
+                    if end <= at_s:
+                        index = indices[k] = indices[k] + 1
+                        rates[k], ends[k] = path[k].residuals[index], path[k].starts[index + 1]
+            else:  # over the stretch in which a link has nothing left, at once
+                for k, rest in enumerate(rates):
+                    if rest <= 0 and ends[k] > at_s:
+                        at_s = ends[k]
+                if at_s == INF:
+                    return pieces, INF
+                for k, end in enumerate(ends):
+                    if end <= at_s:
+                        stairs = path[k]
+                        index = indices[k] = bisect_right(stairs.starts, at_s, indices[k]) - 1
+                        rates[k], ends[k] = stairs.residuals[index], stairs.starts[index + 1]
 
     def fit(self, path: Path, rate: float, duration_s: float, start_s: float) -> float:
         """The earliest time from which every link of the path has `rate` left for `duration_s` on end."""
@@ -302,6 +341,10 @@ class Ledger:
         """The past no longer matters; marks from before can't be undone any more."""
         self.now_s = now_s
         self._log.clear()
+
+    def change_network(self, network: Network) -> None:
+        """From now on new links follow this network; links in use change by `set_capacity`."""
+        self.network = network
 
     def set_capacity(self, link: Link, bytes_per_s: float) -> None:
         """A link became faster or slower. A residual below zero says that bookings must be moved off it."""
@@ -403,7 +446,7 @@ def _take_both(a: Staircase, b: Staircase, size_bytes: float, at_s: float, limit
 def _cut(
     starts: list[float], residuals: list[float], step: int, at_s: float, done_s: float, rest: float
 ) -> None:
-    """Lower a stretch that lies within one step."""
+    """Lower or raise a stretch that lies within one step."""
     goes_on = starts[step + 1] > done_s
     level_after = not goes_on and starts[step + 1] != INF and residuals[step + 1] == rest
     if starts[step] < at_s:
