@@ -18,6 +18,7 @@ from mlfabric.errors import FabricError
 
 # Where each command or group of commands lives: module and the name of its typer application.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "bench": ("mlfabric.bench.cli", "app"),
     "demo": ("mlfabric.commands.demo", "app"),
     "node": ("mlfabric.commands.members", "node_app"),
     "plan": ("mlfabric.commands.plan", "app"),
