@@ -56,7 +56,8 @@ from mlfabric.messages import (
 from mlfabric.plan.values import Reserved
 from mlfabric.roles.actions import Action, Note, SchedulerSettings, Send
 from mlfabric.roles.applied import AppliedSet
-from mlfabric.roles.orderbook import MAX_RATE, OrderBook, ShardBook
+from mlfabric.roles.orderbook import OrderBook, ShardBook
+from mlfabric.roles.release import MAX_RATE
 from mlfabric.topology import Host, Network
 
 # A replica is brought up to date in spare time once it has used up this share of its bound.
