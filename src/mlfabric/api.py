@@ -180,7 +180,7 @@ class Fabric:
         }
 
     def close(self) -> None:
-        """Leave the fabric. What is pending stays without an answer."""
+        """Leave the fabric. What still waits for an answer is told that we left."""
         if self._closed:
             return
         self._closed = True

@@ -28,6 +28,7 @@ from mlfabric.events import (
     TransferSent,
 )
 from mlfabric.messages import (
+    LEFT,
     ControlMessage,
     HeartbeatSeen,
     Members,
@@ -151,7 +152,7 @@ class Node:
         if isinstance(message, Members | HeartbeatSeen | NodeLost):
             self._driver.observe(message)
         self.post(role, MessageReceived(sender, message), cause)
-        if isinstance(message, NodeLost):
+        if isinstance(message, NodeLost) and message.reason != LEFT:
             self.peer_lost(message.node, message.reason)
 
     def transfer_arriving(self, sender: str, header: TransferHeader) -> Vector | None:

@@ -59,6 +59,7 @@ def node(
     name: Annotated[str | None, typer.Option("--name")] = None,
     up: Annotated[str | None, typer.Option("--up", help="rate of the uplink, for example 200mbit")] = None,
     down: Annotated[str | None, typer.Option("--down", help="rate of the downlink")] = None,
+    wait: Annotated[float, typer.Option("--wait", help="seconds to wait for the scheduler")] = 10.0,
     log: _Log = None,
     insecure: _Insecure = False,
 ) -> None:
@@ -78,7 +79,7 @@ def node(
         embed_scheduler=False,
     )
     _log_to_terminal()
-    with join_with(settings, wanted) as fabric:
+    with join_with(settings, wanted, wait) as fabric:
         typer.echo(f"{fabric.name} joined job {job} as {', '.join(wanted)}; Ctrl-C leaves")
         _wait_for_signal()
 
