@@ -19,7 +19,7 @@ from mlfabric.scenario import JobSpec, Scenario
 from mlfabric.units import format_rate, format_size, format_time, wire_rate
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-CHART_COLUMNS = 60
+MOST_CHART_COLUMNS = 80
 
 
 @app.command()
@@ -96,9 +96,6 @@ def _print_plan(planned: Plan, state: JobState, offers: list[Offer], explain: bo
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("place", "update", "size", "way", "rate", "start", "there", "delay", "weight"):
         table.add_column(column, justify="left" if column in ("update", "way") else "right")
-    if explain:
-        table.add_column("reason", overflow="fold")
-    groups = {group.group: group for group in planned.groups}
     for placed in planned.placed:
         first = min(placed.parts, key=lambda part: part.start_s)
         ways = ", ".join(
@@ -116,20 +113,29 @@ def _print_plan(planned: Plan, state: JobState, offers: list[Offer], explain: bo
             str(placed.delay_updates),
             f"{placed.weight:.3g}",
         ]
-        table.add_row(*row, *([placed.reason] if explain else []))
+        table.add_row(*row)
     for drop in planned.drops:
         row = ["-", drop.update, format_size(sizes[drop.update]), "dropped", "", "", "", "", ""]
-        table.add_row(*row, *([drop.reason] if explain else []), style="red")
+        table.add_row(*row, style="red")
     out.print(table)
     if not explain:
         return
-    for group in groups.values():
-        out.print(f"group {group.group} at {group.aggregator}: {group.reason}")
+    reasons = Table(box=None, pad_edge=False, header_style="bold")
+    reasons.add_column("what")
+    reasons.add_column("why")
+    for placed in planned.placed:
+        reasons.add_row(placed.update, placed.reason)
+    for drop in planned.drops:
+        reasons.add_row(drop.update, f"dropped: {drop.reason}", style="red")
+    for group in planned.groups:
+        reasons.add_row(f"sum at {group.aggregator}", f"{', '.join(group.members)}: {group.reason}")
     out.print()
-    out.print(_chart(planned, state, last))
+    out.print(reasons)
+    out.print()
+    out.print(_chart(planned, state, last, out.width))
 
 
-def _chart(planned: Plan, state: JobState, last_s: float) -> Text:
+def _chart(planned: Plan, state: JobState, last_s: float, screen_columns: int) -> Text:
     """When each transfer runs: direct ones and members of groups, then the sums."""
     bars = [
         _Bar(
@@ -146,14 +152,15 @@ def _chart(planned: Plan, state: JobState, last_s: float) -> Text:
         for g in planned.groups
     ]
     width = max((len(bar.label) for bar in bars), default=0)
-    text = Text()
+    columns = max(min(screen_columns - width - 4, MOST_CHART_COLUMNS), 10)
+    text = Text(no_wrap=True)
     for bar in bars:
-        begin = round(bar.start_s / last_s * CHART_COLUMNS) if last_s else 0
-        end = max(round(bar.finish_s / last_s * CHART_COLUMNS), begin + 1) if last_s else 1
+        begin = round(bar.start_s / last_s * columns) if last_s else 0
+        end = max(round(bar.finish_s / last_s * columns), begin + 1) if last_s else 1
         text.append(f"{bar.label:<{width}} |")
         text.append(" " * begin + "█" * (end - begin), style=bar.style)
-        text.append(" " * (CHART_COLUMNS - end) + "|\n")
-    scale = f"0{format_time(last_s):>{CHART_COLUMNS - 1}}"
+        text.append(" " * (columns - end) + "|\n")
+    scale = f"0{format_time(last_s):>{columns - 1}}"
     text.append(" " * (width + 2) + scale + "\n")
     text.append(" " * (width + 2) + "green: direct, cyan: to an aggregator, yellow: the sum\n", style="dim")
     return text
