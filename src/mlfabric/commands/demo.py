@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,8 @@ MEMBERS = {
     "s0": (("server",), "100mbit", "20mbit"),
     "r0": (("replica",), "100mbit", "20mbit"),
 }
+# How often progress is printed where it can't be redrawn.
+QUIET_REFRESH_S = 3.0
 SERVER, REPLICA, OBSERVER = "s0", "r0", "observer"
 
 
@@ -192,7 +194,7 @@ def _watch(
     progress = _Progress(time.monotonic())
     begun = 0
     screen = Console(quiet=True) if quiet else console()
-    with Live(_progress_line(progress, updates), console=screen, auto_refresh=False) as live:
+    with _live(screen) as show:
         while begun + progress.version < updates:
             _check_processes(processes, progress)
             model = fabric.pull(timeout=60)
@@ -202,13 +204,30 @@ def _watch(
                 begun += max(progress.version - model.version, 0)
             progress.version, progress.epoch = model.version, epoch
             progress.accuracy = accuracy(model.arrays, digits.test_images, digits.test_labels)
-            live.update(_progress_line(progress, updates), refresh=True)
+            show(_progress_line(progress, updates))
             if progress.killed_at is None and progress.version >= updates // 2:
                 progress.killed_at = time.monotonic()
                 processes[SERVER].kill()
                 continue  # the next pull is answered by whoever leads then
             time.sleep(0.3)
     return progress
+
+
+@contextmanager
+def _live(screen: Console) -> Iterator[Callable[[str], None]]:
+    """Shows a line that changes; where there is no terminal, a line every few seconds."""
+    if screen.is_terminal:
+        with Live("", console=screen, auto_refresh=False) as live:
+            yield lambda line: live.update(line, refresh=True)
+        return
+    shown = [0.0]
+
+    def show(line: str) -> None:
+        if time.monotonic() - shown[0] >= QUIET_REFRESH_S:
+            shown[0] = time.monotonic()
+            screen.print(line)
+
+    yield show
 
 
 def _check_processes(processes: dict[str, subprocess.Popen[bytes]], progress: _Progress) -> None:
