@@ -26,7 +26,7 @@ from mlfabric.errors import FabricError
 from mlfabric.numerics import SGD
 
 BATCH = 64
-LEARNING_RATE = 0.05
+LEARNING_RATE = 0.03
 MOMENTUM = 0.6
 
 

@@ -13,6 +13,7 @@ import msgspec
 from mlfabric.events import (
     Event,
     MessageReceived,
+    PeerLost,
     ReduceRequested,
     TransferArriving,
     TransferFailed,
@@ -81,6 +82,8 @@ class Reducer:
                 return self._fail(number, reason)
             case MessageReceived(message=JobFailed(reason=reason)):
                 return [action for number in list(self._operations) for action in self._fail(number, reason)]
+            case PeerLost(node=node, reason=reason):
+                return self._lost(node, reason)
             case TransferArriving(about=ReducePart() | BroadcastPart()):
                 return self._arrive(event)
             case TransferArriving():
@@ -180,6 +183,15 @@ class Reducer:
             about=BroadcastPart(plan.operation, me),
             ranges=(_piece(plan, me),),
         )
+
+    def _lost(self, node: str, reason: str) -> list[Action]:
+        """What needed somebody who is gone can't be finished."""
+        needed = [number for number, o in self._operations.items() if o.plan and node in o.plan.nodes]
+        return [
+            a
+            for number in needed
+            for a in self._fail(number, f"all-reduce {number}: {node} was lost ({reason})")
+        ]
 
     def _sent(self, transfer: str) -> list[Action]:
         for number, operation in self._operations.items():

@@ -40,9 +40,6 @@ from mlfabric.messages import (
     PullFailed,
     PullServed,
     PullWanted,
-    ReduceFailed,
-    ReducePending,
-    ReducePlan,
     ReduceWanted,
     ReplicaAssigned,
     Replicate,
@@ -58,19 +55,12 @@ from mlfabric.plan.values import Reserved
 from mlfabric.roles.actions import Action, Note, SchedulerSettings, Send
 from mlfabric.roles.applied import AppliedSet
 from mlfabric.roles.orderbook import OrderBook, ShardBook
+from mlfabric.roles.reductions import Reductions
 from mlfabric.roles.release import MAX_RATE
 from mlfabric.topology import Host, Network
 
 # A replica is brought up to date in spare time once it has used up this share of its bound.
 SPARE_SHARE = 0.5
-# Those who wait for an all-reduce hear whom they wait for this often.
-PENDING_S = 1.0
-
-
-@dataclass(slots=True)
-class _Reduce:
-    wanted: dict[str, ReduceWanted] = field(default_factory=dict)
-    tell_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -94,7 +84,7 @@ class _Job:
     waiting: dict[str, PublishWanted] = field(default_factory=dict)  # who published too and waits for ready
     pulls: dict[str, _Pulling] = field(default_factory=dict)
     early_pulls: list[tuple[str, PullWanted]] = field(default_factory=list)
-    reduces: dict[int, _Reduce] = field(default_factory=dict)
+    reductions: Reductions = field(default_factory=Reductions)
     promoting: dict[int, tuple[str, str]] = field(default_factory=dict)  # shard -> (replica, reason)
     replicating: set[int] = field(default_factory=set)
     failed: str | None = None
@@ -148,7 +138,8 @@ class Scheduler:
         if isinstance(message, PublishWanted):
             return self._publish(job, sender, message)
         if isinstance(message, ReduceWanted):
-            return self._want_reduce(job, sender, message, now)
+            job.reductions.want(sender, message, now)
+            return job.reductions.check(message.operation, self._workers(job), job.expected)
         if isinstance(message, PullWanted):
             return self._pull(job, sender, message)
         book = job.book
@@ -236,9 +227,7 @@ class Scheduler:
         job.waiting.pop(node, None)
         for pull in [name for name, pulling in job.pulls.items() if pulling.node == node]:
             del job.pulls[pull]
-        actions += self._fail_reduces(
-            job, f"{node} was lost ({reason})" if reason != LEFT else f"{node} left"
-        )
+        actions += job.reductions.fail(f"{node} was lost ({reason})" if reason != LEFT else f"{node} left")
         if job.book is None:
             return actions
         actions += job.book.node_lost(node, reason)
@@ -534,54 +523,12 @@ class Scheduler:
     def _workers(self, job: _Job) -> list[str]:
         return sorted(n for n, member in self._members_of(job).items() if "worker" in member.roles)
 
-    def _want_reduce(self, job: _Job, sender: str, message: ReduceWanted, now: float) -> list[Action]:
-        reduce = job.reduces.setdefault(message.operation, _Reduce(tell_at=now + PENDING_S))
-        reduce.wanted[sender] = message
-        return self._check_reduce(job, message.operation)
-
-    def _check_reduce(self, job: _Job, operation: int) -> list[Action]:
-        reduce = job.reduces[operation]
-        workers = self._workers(job)
-        if len(workers) < job.expected or any(name not in reduce.wanted for name in workers):
-            return []
-        del job.reduces[operation]
-        first = reduce.wanted[workers[0]]
-        for name in workers[1:]:
-            other = reduce.wanted[name]
-            if (other.elements, other.dtype) != (first.elements, first.dtype):
-                reason = (
-                    f"all-reduce {operation}: {workers[0]} gave {first.elements} elements of {first.dtype}, "
-                    f"{name} gave {other.elements} of {other.dtype}"
-                )
-                return [Send(each, "reducer", ReduceFailed(operation, reason)) for each in workers]
-        cuts = tuple(first.elements * i // len(workers) for i in range(len(workers) + 1))
-        plan = ReducePlan(operation, tuple(workers), cuts, "equal shares")
-        return [Send(name, "reducer", plan) for name in workers]
-
     def _tell_pending(self, now: float) -> list[Action]:
-        actions: list[Action] = []
-        for job in self._jobs.values():
-            for operation, reduce in job.reduces.items():
-                if now < reduce.tell_at:
-                    continue
-                reduce.tell_at = now + PENDING_S
-                missing = tuple(name for name in self._workers(job) if name not in reduce.wanted)
-                if not missing:
-                    missing = (f"{job.expected - len(self._workers(job))} workers that have not joined",)
-                pending = ReducePending(operation, missing)
-                actions += [Send(name, "reducer", pending) for name in sorted(reduce.wanted)]
-        return actions
-
-    def _fail_reduces(self, job: _Job, reason: str) -> list[Action]:
-        """Who waits for a sum with somebody who is gone hears of it; planned ones break by themselves."""
-        actions: list[Action] = []
-        for operation, reduce in job.reduces.items():
-            failed = ReduceFailed(operation, f"all-reduce {operation}: {reason}")
-            actions += [
-                Send(name, "reducer", failed) for name in sorted(reduce.wanted) if name in self._members
-            ]
-        job.reduces.clear()
-        return actions
+        return [
+            action
+            for job in self._jobs.values()
+            for action in job.reductions.tell_pending(self._workers(job), job.expected, now)
+        ]
 
     # --- time and state ---------------------------------------------------------------------------------
 
@@ -611,7 +558,7 @@ class Scheduler:
         for job in self._jobs.values():
             if job.book is not None and job.book.plan_at is not None and job.ready and not job.promoting:
                 times.append(job.book.plan_at)
-            times += [reduce.tell_at for reduce in job.reduces.values()]
+            times += job.reductions.deadlines()
         return min(times, default=None)
 
     def statistics(self) -> SchedulerStatistics:

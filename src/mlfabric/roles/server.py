@@ -29,7 +29,6 @@ from mlfabric.messages import (
     InitialPart,
     LeftOut,
     MemberUpdate,
-    ModelPart,
     PullServed,
     ReplicaAssigned,
     ReplicaHas,
@@ -60,11 +59,10 @@ from mlfabric.roles.actions import (
     RefuseTransfer,
     Send,
     ServerSettings,
-    SnapshotShard,
-    StartTransfer,
 )
 from mlfabric.roles.applied import AppliedSet
 from mlfabric.roles.replication import ReplicaLink
+from mlfabric.roles.serving import Serving
 
 
 @dataclass(slots=True)
@@ -99,12 +97,6 @@ class _Staged:
     withheld_since: float | None = None
 
 
-@dataclass(slots=True)
-class _Snapshot:
-    buffer: str
-    users: int = 0
-
-
 class ServerStatistics(msgspec.Struct, frozen=True):
     version: int
     epoch: int
@@ -133,9 +125,7 @@ class Server:
         self._initial: dict[str, InitialPart] = {}
         self._withdrawn: set[str] = set()  # updates given up; late bytes of theirs are refused
         self._staged: _Staged | None = None
-        self._snapshots: dict[tuple[int, bool], _Snapshot] = {}
-        self._serving: dict[str, tuple[ServePull, tuple[int, bool]]] = {}
-        self._barriers: list[ServePull] = []  # checkpoints waiting for the order to reach their number
+        self._serving = Serving(self._shard, self._epoch)
         self._link = ReplicaLink(self._shard, self._epoch, settings.settings.divergence)
         self._counts = {"applied": 0, "messages": 0, "aggregated": 0, "overtaken": 0, "withheld": 0}
         self._divergence = 0.0
@@ -178,7 +168,7 @@ class Server:
             case SettleSlot():
                 return self._settle(message, now)
             case ServePull():
-                self._barriers.append(message)
+                self._serving.wanted.append(message)
                 return self._serve_pulls()
             case Replicate(rate_bytes_per_s=rate, reason=reason):
                 return self._replicate(reason, now, rate=rate)
@@ -269,7 +259,7 @@ class Server:
         return [*filled, self._tell(ready), *self._replicate("the replica is empty", now)]
 
     def _failed(self, transfer: str, reason: str, now: float) -> list[Action]:
-        if transfer in self._serving:
+        if self._serving.is_transfer(transfer):
             return self._sent(transfer)
         if self._link.is_transfer(transfer):
             return self._link.broke(now)
@@ -322,7 +312,7 @@ class Server:
         if self._staged is not None or not self._filled:
             return []
         waiting: list[_Place] = []
-        limit = min((b.after_number for b in self._barriers if b.after_number is not None), default=None)
+        limit = self._serving.last_number_allowed()
         for number, place in self._places.items():
             if limit is not None and number > limit:
                 break
@@ -507,50 +497,14 @@ class Server:
     # --- pulls ------------------------------------------------------------------------------------------
 
     def _serve_pulls(self) -> list[Action]:
-        actions: list[Action] = []
-        for wanted in list(self._barriers):
-            after = wanted.after_number
-            if after is not None and (self._staged or any(number <= after for number in self._places)):
-                continue
-            self._barriers.remove(wanted)
-            actions += self._serve(wanted)
-        return actions
-
-    def _serve(self, wanted: ServePull) -> list[Action]:
-        key = (self._version, wanted.with_state)
-        actions: list[Action] = []
-        if key not in self._snapshots:
-            buffer = f"model/{self._shard}/{self._epoch}.{self._version}.{int(wanted.with_state)}"
-            self._snapshots[key] = _Snapshot(buffer)
-            actions.append(SnapshotShard(self._shard, buffer, wanted.with_state))
-        snapshot = self._snapshots[key]
-        snapshot.users += 1
-        transfer = f"{wanted.pull}/{self._shard}/{self._epoch}.{self._version}"
-        self._serving[transfer] = (wanted, key)
-        about = ModelPart(wanted.pull, self._shard, Version(self._epoch, self._version), wanted.with_state)
-        actions.append(
-            StartTransfer(
-                transfer=transfer,
-                node=wanted.node,
-                role="worker",
-                buffer=snapshot.buffer,
-                about=about,
-                rate_bytes_per_s=wanted.rate_bytes_per_s,
-            )
-        )
-        return actions
+        applying = self._staged is not None
+        return self._serving.serve(self._version, applying, self._places)
 
     def _sent(self, transfer: str) -> list[Action]:
-        if transfer not in self._serving:
+        pull = self._serving.sent(transfer)
+        if pull is None:
             return []
-        wanted, key = self._serving.pop(transfer)
-        snapshot = self._snapshots[key]
-        snapshot.users -= 1
-        actions: list[Action] = [self._tell(PullServed(wanted.pull, self._shard))]
-        if snapshot.users == 0:
-            del self._snapshots[key]
-            actions.append(FreeBuffer(snapshot.buffer))
-        return actions
+        return [self._tell(PullServed(pull, self._shard)), *self._serving.free_unused()]
 
     # --- replication ------------------------------------------------------------------------------------
 
@@ -631,8 +585,7 @@ class Server:
         numbers = list(self._places)
         assert numbers == sorted(numbers), "places are kept in the order of their numbers"
         assert self._within_bound, "an applied update was too old"
-        for snapshot in self._snapshots.values():
-            assert snapshot.users > 0, f"{snapshot.buffer} has no user"
+        self._serving.validate()
         self._link.validate()
 
 
