@@ -56,7 +56,7 @@ from mlfabric.roles.actions import Action, Note, SchedulerSettings, Send
 from mlfabric.roles.applied import AppliedSet
 from mlfabric.roles.orderbook import OrderBook, ShardBook
 from mlfabric.roles.reductions import Reductions
-from mlfabric.roles.release import MAX_RATE
+from mlfabric.roles.release import MAX_RATE, remainder
 from mlfabric.topology import Host, Network
 
 # A replica is brought up to date in spare time once it has used up this share of its bound.
@@ -67,7 +67,7 @@ SPARE_SHARE = 0.5
 class _Pulling:
     node: str
     shards: set[int]
-    reserved: dict[int, Reserved]
+    reserved: dict[int, tuple[Reserved, float]]  # shard -> (transfer, when it should end)
 
 
 @dataclass(slots=True)
@@ -141,7 +141,7 @@ class Scheduler:
             job.reductions.want(sender, message, now)
             return job.reductions.check(message.operation, self._workers(job), job.expected)
         if isinstance(message, PullWanted):
-            return self._pull(job, sender, message)
+            return self._pull(job, sender, message, now)
         book = job.book
         if book is None:
             return []
@@ -149,7 +149,7 @@ class Scheduler:
             case OfferUpdate():
                 return book.offered(message, sender, now)
             case AppliedReport():
-                return [*book.applied(message, now), *self._spare_replication(job, message, now)]
+                return [*book.applied(message, now), *self._spare_replication(job, message)]
             case UpdateRefused(update=update):
                 book.refused(update)
             case LeftOut():
@@ -161,7 +161,7 @@ class Scheduler:
             case PullServed(pull=pull, shard=shard):
                 self._pull_served(job, pull, shard)
             case ShardReady():
-                return self._shard_ready(job, message)
+                return self._shard_ready(job, message, now)
             case Promoted():
                 return self._promoted(job, sender, message)
         return []
@@ -237,7 +237,7 @@ class Scheduler:
                 if job.book is None or not job.ready:
                     break
             elif shard.range.replica == node:
-                actions += self._replica_lost(job, index, node, reason)
+                actions += self._replica_lost(job, index, node, reason, now)
         return actions
 
     # --- the model --------------------------------------------------------------------------------------
@@ -326,16 +326,16 @@ class Scheduler:
         )
         return [Note("bound-tight", reason, loud=True)]
 
-    def _shard_ready(self, job: _Job, message: ShardReady) -> list[Action]:
+    def _shard_ready(self, job: _Job, message: ShardReady, now: float) -> list[Action]:
         assert job.book is not None
         shard = job.book.shards[message.shard]
         if message.epoch != shard.range.epoch:
             return []
         shard.ready = True
         shard.replica_filled = shard.replica_filled or message.replica_filled
-        return self._check_ready(job)
+        return self._check_ready(job, now)
 
-    def _check_ready(self, job: _Job) -> list[Action]:
+    def _check_ready(self, job: _Job, now: float) -> list[Action]:
         """Once every shard and its replica hold the initial values, training may begin."""
         assert job.book is not None
         done = all(
@@ -349,7 +349,7 @@ class Scheduler:
         actions += [Send(name, "worker", ready) for name in sorted(self._members_of(job))]
         job.waiting.clear()
         early, job.early_pulls = job.early_pulls, []
-        return [*actions, *(action for node, pull in early for action in self._pull(job, node, pull))]
+        return [*actions, *(action for node, pull in early for action in self._pull(job, node, pull, now))]
 
     def _ready_message(self, job: _Job) -> JobReady:
         assert job.published is not None
@@ -418,7 +418,7 @@ class Scheduler:
             actions += [Send(name, role, change) for role in ("worker", "aggregator")]
         return [*actions, *replica_actions]
 
-    def _replica_lost(self, job: _Job, index: int, node: str, reason: str) -> list[Action]:
+    def _replica_lost(self, job: _Job, index: int, node: str, reason: str, now: float) -> list[Action]:
         assert job.book is not None
         shard = job.book.shards[index]
         shard.range = msgspec.structs.replace(shard.range, replica=None)
@@ -427,7 +427,7 @@ class Scheduler:
             return self._fail(job, f"server and replica {node} of shard {index} were both lost")
         gone = ReplicaAssigned(index, None, f"replica {node} lost: {reason}", orderly=reason == LEFT)
         actions: list[Action] = [Send(shard.range.leader, f"server.{index}", gone), *self._find_replicas(job)]
-        return [*actions, *self._check_ready(job)]
+        return [*actions, *self._check_ready(job, now)]
 
     def _find_replicas(self, job: _Job) -> list[Action]:
         """Give every shard that lacks one a new replica, where somebody can be one."""
@@ -453,7 +453,7 @@ class Scheduler:
             *(Send(name, role, JobFailed(reason)) for name in names for role in ("worker", "reducer")),
         ]
 
-    def _spare_replication(self, job: _Job, report: AppliedReport, now: float) -> list[Action]:
+    def _spare_replication(self, job: _Job, report: AppliedReport) -> list[Action]:
         """Use a moment's spare capacity before the bound makes the server wait."""
         assert job.book is not None
         assert job.published is not None
@@ -464,13 +464,13 @@ class Scheduler:
             return []
         if report.replica_version >= report.version or report.divergence < SPARE_SHARE * bound:
             return []
-        rate = self._spare_rate(shard.range.leader, replica, now)
+        rate = self._spare_rate(shard.range.leader, replica)
         why = f"divergence {report.divergence:.3g} of {bound:.3g}"
         return [Send(shard.range.leader, f"server.{report.shard}", Replicate(report.shard, rate, why))]
 
     # --- pulls ------------------------------------------------------------------------------------------
 
-    def _pull(self, job: _Job, sender: str, message: PullWanted) -> list[Action]:
+    def _pull(self, job: _Job, sender: str, message: PullWanted, now: float) -> list[Action]:
         if job.failed is not None:
             return [Send(sender, "worker", PullFailed(message.pull, job.failed))]
         if job.book is None or not job.ready:
@@ -479,15 +479,15 @@ class Scheduler:
         if job.promoting:
             return []  # the new leader's announcement makes the worker ask again
         actions: list[Action] = []
-        reserved: dict[int, Reserved] = {}
+        reserved: dict[int, tuple[Reserved, float]] = {}
         after = job.book.last_number() if message.with_state else None
         for index, shard in sorted(job.book.shards.items()):
             leader = shard.range.leader
-            rate = self._spare_rate(leader, sender, 0.0)
+            rate = self._spare_rate(leader, sender)
             source, target = self._members[leader].host, self._members[sender].host
             size = float(shard.range.count * 4)
             if source != target:
-                reserved[index] = Reserved(source, target, size, rate)
+                reserved[index] = (Reserved(source, target, size, rate), now + size / rate)
             order = ServePull(message.pull, sender, index, rate, message.with_state, after)
             actions.append(Send(leader, f"server.{index}", order))
         job.pulls[message.pull] = _Pulling(sender, set(job.book.shards), reserved)
@@ -501,7 +501,7 @@ class Scheduler:
             if not pulling.shards:
                 del job.pulls[pull]
 
-    def _spare_rate(self, source: str, target: str, now: float) -> float:
+    def _spare_rate(self, source: str, target: str) -> float:
         """What the path has left beside other pulls; never less than a fair part of it."""
         here, there = self._members[source].host, self._members[target].host
         if here == there:
@@ -513,7 +513,7 @@ class Scheduler:
             for job in self._jobs.values():
                 for pulling in job.pulls.values():
                     users += sum(
-                        link in self._network.path(r.source, r.target) for r in pulling.reserved.values()
+                        link in self._network.path(r.source, r.target) for r, _ in pulling.reserved.values()
                     )
             rate = min(rate, self._network.capacity(link) / users)
         return rate
@@ -539,10 +539,10 @@ class Scheduler:
             if book is None or not job.ready or job.promoting or book.plan_at is None or now < book.plan_at:
                 continue
             others = [
-                reserved
+                remainder(reserved, finish_s, now)
                 for each in self._jobs.values()
                 for pulling in each.pulls.values()
-                for reserved in pulling.reserved.values()
+                for reserved, finish_s in pulling.reserved.values()
             ]
             others += [
                 reserved
