@@ -399,7 +399,7 @@ def _complaints(scenario: Scenario) -> Iterator[tuple[KeyPath, str]]:
     names: set[str] = set()
     if not scenario.hosts:
         yield ("hosts",), "a scenario needs at least one host"
-    if scenario.network.rate == 0:
+    if scenario.network.rate <= 0:
         yield ("network", "rate"), "rate of the network is zero; give one above zero"
     for i, host in enumerate(scenario.hosts):
         if host.count is not None and host.count < 1:
@@ -486,7 +486,7 @@ def _complaints(scenario: Scenario) -> Iterator[tuple[KeyPath, str]]:
     for i, stream in enumerate(scenario.background):
         yield from _unknown_hosts(("background", i, "source"), [stream.source], listed)
         yield from _unknown_hosts(("background", i, "target"), [stream.target], listed)
-        if stream.rate == 0:
+        if stream.rate <= 0:
             yield ("background", i, "rate"), "rate of a stream is zero; give one above zero"
         if stream.stop is not None and stream.stop <= stream.start:
             yield ("background", i, "stop"), "a stream stops after its start"
