@@ -152,6 +152,22 @@ def test_sums_move_a_momentum_as_far_per_gradient_as_their_members(rule: Rule, g
     np.testing.assert_allclose(after[group], after[1], rtol=0.15)
 
 
+@pytest.mark.parametrize("rule", [SGD(0.1, momentum=0.9), Adam(0.01, beta1=0.8, beta2=0.95)], ids=repr)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=8))
+def test_decays_count_every_member_of_a_sum(rule: Rule, groups: list[int]) -> None:
+    """On a constant gradient the state does not depend on how the gradients were summed."""
+    gradient = np.array([1.0, -0.3])
+    summed, single = ShardStore(2, "float64", rule), ShardStore(2, "float64", rule)
+    for members in groups:
+        summed.stage(members * gradient, float(members), members)
+        summed.commit()
+        for _ in range(members):
+            single.stage(gradient, 1.0, 1)
+            single.commit()
+    np.testing.assert_allclose(summed.state, single.state, rtol=1e-9)
+    assert summed.count == single.count
+
+
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 def test_a_lone_update_takes_the_textbook_step(rule: Rule) -> None:
     gradient = np.array([2.0, -4.0])
