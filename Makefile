@@ -5,7 +5,7 @@ RUN := $(VENV)/bin
 
 .PHONY: demo test test-full check bench setup clean
 
-demo: $(VENV)/.ready
+demo: $(VENV)/.ready-demo
 	$(RUN)/mlfabric demo
 
 test: check
@@ -14,19 +14,20 @@ test: check
 test-full: check
 	$(RUN)/python -m pytest
 
-check: $(VENV)/.ready
+check: $(VENV)/.ready-dev
 	$(RUN)/ruff format --check .
 	$(RUN)/ruff check .
 	$(RUN)/mypy
 
-bench: $(VENV)/.ready
+bench: $(VENV)/.ready-dev
 	$(RUN)/mlfabric bench plan
 
-setup: $(VENV)/.ready
+setup: $(VENV)/.ready-dev
 
-$(VENV)/.ready: pyproject.toml constraints.txt scripts/bootstrap
-	PYTHON=$(PYTHON) VENV=$(VENV) bash scripts/bootstrap
-	touch $@
+# The demo needs less than the tests; each set of packages is installed once.
+$(VENV)/.ready-%: pyproject.toml constraints.txt scripts/bootstrap
+	@PYTHON=$(PYTHON) VENV=$(VENV) bash scripts/bootstrap $*
+	@touch $@
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis dist build

@@ -180,7 +180,7 @@ class Fabric:
         }
 
     def close(self) -> None:
-        """Leave the fabric. What is pending stays without an answer."""
+        """Leave the fabric. What still waits for an answer is told that we left."""
         if self._closed:
             return
         self._closed = True
@@ -294,15 +294,13 @@ def join(
     return join_with(settings, roles, timeout)
 
 
-def join_with(
-    settings: Settings, roles: tuple[str, ...], timeout: float = 10.0, mirror: Path | None = None
-) -> Fabric:
-    """`join` with everything already decided. `mirror` keeps a led shard's weights in files there."""
+def join_with(settings: Settings, roles: tuple[str, ...], timeout: float = 10.0) -> Fabric:
+    """`join` with everything already decided."""
     for role in roles:
         if role not in ALL_ROLES:
             raise FabricError(f"unknown role {role!r}; roles are {', '.join(ALL_ROLES)}")
     log: LogSink = FileLog(settings.log) if settings.log is not None else NoLog()
-    data = ArrayData(mirror=mirror)
+    data = ArrayData(mirror=settings.mirror)
     if settings.embed_scheduler:
         listen, leader = settings.scheduler, settings.name
     else:

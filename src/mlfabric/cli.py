@@ -1,7 +1,6 @@
 """The command `mlfabric`: parses words, calls the library, prints. No logic of its own.
 
-Each group of commands lives beside what it commands (`mlfabric.traffic.cli`, `mlfabric.lab.cli`, ...) and is
-imported only when called, so that `mlfabric --help` stays quick. Every error a user can cause ends as one
+Each command is a module of its own and is imported only when called. Every error a user can cause ends as one
 sentence on standard error and exit code 2.
 """
 
@@ -17,21 +16,30 @@ from typer.core import TyperGroup
 
 from mlfabric.errors import FabricError
 
-# Where each group of commands lives and what `mlfabric --help` says of it.
-GROUPS: dict[str, tuple[str, str]] = {}
+# Where each command or group of commands lives: module and the name of its typer application.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "bench": ("mlfabric.bench.cli", "app"),
+    "demo": ("mlfabric.commands.demo", "app"),
+    "node": ("mlfabric.commands.members", "node_app"),
+    "plan": ("mlfabric.commands.plan", "app"),
+    "scheduler": ("mlfabric.commands.members", "scheduler_app"),
+    "story": ("mlfabric.commands.story", "app"),
+}
 
 
 class _LazyGroup(TyperGroup):
-    """A command group that imports its sub-groups only when one of them is called."""
+    """A command group that imports its commands only when one of them is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*super().list_commands(ctx), *sorted(GROUPS)]
+        return sorted(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in GROUPS:
-            return super().get_command(ctx, cmd_name)
-        module, _ = GROUPS[cmd_name]
-        return typer.main.get_command(importlib.import_module(module).app)
+        if cmd_name not in COMMANDS:
+            return None
+        module, name = COMMANDS[cmd_name]
+        command = typer.main.get_command(getattr(importlib.import_module(module), name))
+        command.name = cmd_name
+        return command
 
 
 app = typer.Typer(

@@ -37,6 +37,7 @@ class Settings:
     log: Path | None
     insecure: bool
     rack: str | None = None
+    mirror: Path | None = None  # a folder where the weights this member leads can be read, even after a kill
 
 
 def from_environment(

@@ -44,6 +44,7 @@ class DataPlane(Protocol):
         self, shard: int, buffer: str, with_state: bool, with_staged: bool, for_replica: bool
     ) -> None: ...
     def mark_image(self, shard: int, buffer: str | None) -> None: ...
+    def dump_shard(self, shard: int, label: str) -> None: ...
 
 
 class ArrayData:
@@ -112,7 +113,7 @@ class ArrayData:
         weights = None
         if self._mirror is not None:
             self._mirror.mkdir(parents=True, exist_ok=True)
-            path = self._mirror / f"shard{shard.index}.weights"
+            path = mirror_path(self._mirror, shard.index)
             weights = np.memmap(path, dtype, mode="w+", shape=(shard.count,))
         self.shards[shard.index] = ShardStore(shard.count, dtype, make_rule(rule), weights)
 
@@ -145,3 +146,12 @@ class ArrayData:
             store.image = store.coming_image = None
         else:
             store.image, store.coming_image = self._buffers.pop(buffer)[: len(store.weights)], None
+
+    def dump_shard(self, shard: int, label: str) -> None:
+        if self._mirror is not None:
+            self.shards[shard].weights.tofile(mirror_path(self._mirror, shard, label))
+
+
+def mirror_path(folder: Path, shard: int, label: str = "weights") -> Path:
+    """Where a node with a mirror keeps a shard's weights, as plain numbers of the model's type."""
+    return folder / f"shard{shard}.{label}"

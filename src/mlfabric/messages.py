@@ -110,6 +110,10 @@ class HeartbeatSeen(Message, frozen=True):
     seen_s: float  # scheduler's clock
 
 
+# Why a node is gone that said good-bye; its connections end by themselves, after what they still carry.
+LEFT = "it left"
+
+
 class NodeLost(Message, frozen=True):
     """The scheduler's word that a node is gone, for those without a connection to it."""
 
@@ -148,6 +152,7 @@ class JobReady(Message, frozen=True):
     rule: RuleSpec
     settings: JobSettings
     dtype: str  # of the model as one vector
+    version: int = 0  # of the values that were published
 
 
 class LeadShard(Message, frozen=True):

@@ -28,6 +28,7 @@ from mlfabric.events import (
     TransferSent,
 )
 from mlfabric.messages import (
+    LEFT,
     ControlMessage,
     HeartbeatSeen,
     Members,
@@ -43,6 +44,7 @@ from mlfabric.roles.actions import (
     CancelTransfer,
     CommitStep,
     CreateShard,
+    DumpShard,
     FillShard,
     FreeBuffer,
     MarkReplicaImage,
@@ -135,7 +137,8 @@ class Node:
         self.roles[name] = role
         began = self._record(cause, name, "role", type(settings).__name__, settings)
         for action in begin:
-            self._perform(name, action, began)
+            did = self._record(began, name, "action", type(action).__name__, action)
+            self._perform(name, action, did)
 
     def post(self, role: str, event: Event, cause: str = "") -> None:
         """Feed an event to a role, and all that follows from it."""
@@ -149,7 +152,7 @@ class Node:
         if isinstance(message, Members | HeartbeatSeen | NodeLost):
             self._driver.observe(message)
         self.post(role, MessageReceived(sender, message), cause)
-        if isinstance(message, NodeLost):
+        if isinstance(message, NodeLost) and message.reason != LEFT:
             self.peer_lost(message.node, message.reason)
 
     def transfer_arriving(self, sender: str, header: TransferHeader) -> Vector | None:
@@ -268,6 +271,8 @@ class Node:
                 data.snapshot_shard(
                     action.shard, action.buffer, action.with_state, action.with_staged, action.for_replica
                 )
+            case DumpShard(shard=index, label=label):
+                data.dump_shard(index, label)
             case MarkReplicaImage(shard=index, buffer=buffer):
                 data.mark_image(index, buffer)
             case StartRole(role=name, settings=settings):

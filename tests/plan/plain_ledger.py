@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from mlfabric.plan.reservation import snap_rate
+from mlfabric.plan.reservation import NOTHING_BYTES, snap_rate
 from mlfabric.topology import Link, Network
 
 Held = tuple[tuple[Link, ...], float, float, float]  # links, from, to, rate
@@ -42,6 +42,8 @@ class PlainLedger:
                 if done_s <= until:
                     return taken
                 left -= rate * (until - at_s)
+                if left <= NOTHING_BYTES:
+                    return taken
             at_s = until
         return taken
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from fractions import Fraction
 
 import pytest
@@ -113,6 +114,29 @@ def test_undo_and_release_leave_no_trace(
     for booking in bookings[::2] + bookings[1::2]:
         ledger.release(booking)
     assert staircases(ledger) == untouched
+
+
+def test_two_link_shortcut_leaves_the_same_ledger_as_walking_and_adding() -> None:
+    for seed in range(400):
+        draw = random.Random(seed)
+        rates = (1e8, 5e7, 2.5e7, 1.25e7)
+        network = Network.of([Host(f"h{i}", draw.choice(rates), draw.choice(rates)) for i in range(4)])
+        quick, slow = Ledger(network), Ledger(network)
+        for _ in range(25):
+            source, target = draw.sample(list(network.hosts), 2)
+            size, start = (
+                draw.choice((1e6, 2e6, draw.uniform(1, 1e7))),
+                draw.choice((0.0, draw.uniform(0, 1))),
+            )
+            limit = draw.choice((math.inf, math.inf, 3e7))
+            booking = quick.reserve(quick.path(source, target), size, start, limit)
+            path = slow.path(source, target)
+            pieces, finish_s = slow.walk(path, size, start, limit)
+            for begin, end, rate in pieces:
+                for stairs in path:
+                    stairs.add(begin, end, -rate)
+            assert (booking.pieces, booking.finish_s) == (pieces, finish_s), seed
+            assert staircases(quick) == staircases(slow), seed
 
 
 def test_release_gives_back_the_remainder_only() -> None:

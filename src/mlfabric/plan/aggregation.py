@@ -1,346 +1,250 @@
-"""Who sums whose updates before they reach the server.
+"""Who sums whose updates before they reach the servers.
 
-The order is cut into blocks, contiguous runs of it. A block goes *direct*, or is *gathered*: its members
-send to one host per shard, preferably one of themselves, which forwards the sum once all are there. The
-first block goes direct and keeps the server's link busy; each following group may grow as long as its sum is
-ready when that link falls free, so on idle links gathering costs nothing and n transfers take the time of
-about sqrt(2n). Where no grouping is better than none, none is the answer.
+The server's downlink is what many updates wait for. While it is busy with the first of the order, later ones
+are summed elsewhere and arrive as one. Candidates, each laid out on the real ledger:
 
-The search tries the length of the direct run, lets groups follow greedily among a few best hosts, and then,
-for few updates, improves by local moves from two starts, the greedy plan and the direct one. Every candidate
-is laid out on the real ledger and undone, so what is compared is what would be reserved.
+- nothing gathered at all, and that is the answer where no other is better;
+- a direct run, then groups along the order, at members or idle hosts (`grouping.py`), improved by local moves
+  from two starts when there are few;
+- the same with groups inside groups (`levels=2`);
+- racks first: what is in one rack is summed there, so its uplink carries one copy; the sums go on as units;
+- chains by speed class, where chunks may be forwarded as they are summed (`chains.py`).
+
+No plan is taken that would make a member miss its deadline: a message of j updates fills j positions, and
+there must be an order of the messages in which all are in time. `decide_forward` is the rule for an
+aggregator that waits for a late member.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
 
-from mlfabric.plan.reservation import INF, Booking, Ledger
+from mlfabric.plan.chains import chain_plans
+from mlfabric.plan.forest import Cargo, Gather, Layout, Node, lay_out
+from mlfabric.plan.grouping import HOSTS_TRIED, TIME_TOLERANCE, Block, GroupSearch
+from mlfabric.plan.reservation import INF, Ledger
+from mlfabric.units import format_time
 
-# Two times this close are the same time: float sums of the same transfers differ in their last bits.
-TIME_TOLERANCE: Final = 1e-9
-# Hosts looked at for each group and shard; more gain little and cost much.
-HOSTS_TRIED: Final = 4
-# Transfers that the search may lay out on trial, over all candidates of one plan.
-TRIAL_TRANSFERS: Final = 3000
 # Local moves are worth it for so many updates.
-MOVES_UP_TO: Final = 24
-
-
-class Cargo(NamedTuple):
-    """What is to be moved, by place in the order, and to whom."""
-
-    hosts: Sequence[str]
-    parts: Sequence[Sequence[int]]  # bytes, by update and shard
-    servers: Sequence[str]  # host, by shard
-    aggregators: frozenset[str]  # hosts that may sum
-    last_counts: bool = False  # cost: the last completion instead of the mean
-    limit: float = INF  # bytes per second that one transfer may take
-
-
-class Block(NamedTuple):
-    """A contiguous run of the order: direct, or gathered at one host per shard."""
-
-    first: int
-    end: int
-    at: tuple[str, ...] | None = None
-
-
-class Sum(NamedTuple):
-    """One shard's sum of one block on its way to the server."""
-
-    block: int
-    shard: int
-    aggregator: str
-    members: range
-    ready_s: float
-    booking: Booking
-
-
-class Layout(NamedTuple):
-    """A plan of transfers on the ledger."""
-
-    blocks: list[Block]
-    parts: list[list[Booking]]  # by update and shard: to the server, or to the aggregator
-    sums: list[Sum]
-    finishes: list[float]  # by update: when its last shard has it
-
-    def cost(self, last_counts: bool) -> float:
-        if last_counts:
-            return max(self.finishes)
-        return sum(self.finishes) / len(self.finishes)
+MOVES_UP_TO: Final = 16
+# Beyond so many transfers only the likeliest form is laid out: racks first if there are racks.
+SEARCHED_TRANSFERS: Final = 400
+# Into how many groups by speed a rack may be cut.
+RACK_CUTS: Final = (1, 2, 4)
 
 
 def aggregate_updates(ledger: Ledger, cargo: Cargo, now_s: float) -> Layout:
-    """Cut the order into blocks and reserve their transfers."""
+    """Choose the nodes that bring the updates to the servers, and reserve them."""
     count = len(cargo.hosts)
+    direct: list[Node] = list(range(count))
     if count < 2 or not cargo.aggregators:
-        return lay_out(ledger, cargo, [Block(0, count)] if count else [], now_s)
-    search = _Search(ledger, cargo, now_s)
-    best = search.best_direct_run()
-    if count <= MOVES_UP_TO:
-        direct = [Block(0, count)]
-        # On equal cost the greedy start wins.
-        best = min((search.improve(start) for start in (best, direct)), key=lambda found: found[0])[1]
-    return lay_out(ledger, cargo, best, now_s)
+        return lay_out(ledger, cargo, direct, now_s)
+    mark = ledger.mark()
+    best_cost, best, standing = INF, direct, None
+    for nodes in _candidates(ledger, cargo, direct, mark, now_s):
+        if nodes is direct and _least_direct_cost(ledger, cargo, now_s) >= best_cost:
+            continue
+        if not cargo.meets_deadlines(nodes):
+            continue
+        ledger.undo(mark)
+        standing = lay_out(ledger, cargo, nodes, now_s)
+        cost = standing.cost(cargo.last_counts)
+        if cost < best_cost * (1 - TIME_TOLERANCE):
+            best_cost, best = cost, nodes
+    if standing is None or standing.nodes is not best:
+        ledger.undo(mark)
+        standing = lay_out(ledger, cargo, best, now_s)
+    return standing
 
 
-def lay_out(ledger: Ledger, cargo: Cargo, blocks: Sequence[Block], now_s: float) -> Layout:
-    """Reserve the transfers of the blocks, in order."""
-    layout = Layout(list(blocks), [], [], [])
-    for number, block in enumerate(blocks):
-        if block.at is None:
-            for index in range(block.first, block.end):
-                _send_direct(ledger, cargo, layout, index, now_s)
+def _least_direct_cost(ledger: Ledger, cargo: Cargo, now_s: float) -> float:
+    """No plan without sums costs less: every server takes in all parts one after the other."""
+    least = 0.0
+    for shard, server in enumerate(cargo.servers):
+        coming = [
+            parts[shard] for parts, host in zip(cargo.parts, cargo.hosts, strict=True) if host != server
+        ]
+        if coming:
+            # The k-th to come in is there no sooner than k of the smallest take.
+            total = float(min(coming) * len(coming))
+            if not cargo.last_counts:
+                total *= (len(coming) + 1) / 2 / len(cargo.hosts)
+            least = max(least, total / ledger.network.hosts[server].down_bytes_per_s)
+    return now_s + least
+
+
+def _candidates(
+    ledger: Ledger, cargo: Cargo, updates: list[Node], mark: int, now_s: float
+) -> Iterator[list[Node]]:
+    """Lists of nodes to compare. Between two of them the ledger may hold the one before, after `mark`."""
+    count = len(updates)
+    many = count * len(cargo.servers) > SEARCHED_TRANSFERS
+    racks = _gather_racks(ledger, cargo)
+    if racks is not None:
+        yield from _over(ledger, cargo, racks, cargo.levels - 1, now_s)
+    if racks is None or not many:
+        ledger.undo(mark)
+        yield from _over(ledger, cargo, updates, 1, now_s)
+        if cargo.levels > 1:
+            ledger.undo(mark)
+            yield from _over(ledger, cargo, updates, cargo.levels, now_s)
+    yield from chain_plans(ledger, cargo, few=many)
+    yield updates
+
+
+def _over(ledger: Ledger, cargo: Cargo, units: list[Node], depth: int, now_s: float) -> Iterator[list[Node]]:
+    """Units to the servers through so many levels of groups."""
+    if depth < 1:
+        yield units
+        return
+    search = GroupSearch(ledger, cargo, units, depth, now_s)
+    cost, greedy = search.best_direct_run()
+    found = [(cost, greedy)]
+    if depth == 1 and len(units) <= MOVES_UP_TO:
+        for start in (search.blocks(greedy), [Block(0, len(units))]):
+            cost, blocks = search.improve(start)
+            found.append((cost, search.nodes(blocks)))
+    yield min(found, key=lambda pair: pair[0])[1]
+
+
+def _gather_racks(ledger: Ledger, cargo: Cargo) -> list[Node] | None:
+    """What is in one rack summed there, in a few groups by speed; None without racks.
+
+    Cutting a rack spares its fast hosts the wait for its slow ones but makes more sums for the servers to
+    take; how often to cut is decided by a rough estimate of both.
+    """
+    hosts = ledger.network.hosts
+    servers = {hosts[server].rack for server in cargo.servers}
+    racks: dict[str, list[int]] = {}
+    alone: list[Node] = []
+    for index, name in enumerate(cargo.hosts):
+        rack = hosts[name].rack
+        if rack is None or (rack in servers and len(servers) == 1):
+            alone.append(index)
         else:
-            for index in range(block.first, block.end):
-                layout.parts.append(_send_to(ledger, cargo, index, block.at, now_s))
-            _forward(ledger, cargo, layout, number, block, now_s)
-    return layout
+            racks.setdefault(rack, []).append(index)
+    if not any(len(members) > 1 for members in racks.values()):
+        return None
+    leaves_s = [
+        sum(parts) / hosts[name].up_bytes_per_s for parts, name in zip(cargo.parts, cargo.hosts, strict=True)
+    ]
+    ranked = [sorted(members, key=lambda i: (leaves_s[i], i)) for members in racks.values()]
+    best: tuple[float, list[tuple[float, list[int]]]] | None = None
+    for cuts in RACK_CUTS:
+        groups = [group for members in ranked for group in _cut(members, cuts)]
+        timed = sorted((_estimate_ready(ledger, cargo, group, leaves_s), group) for group in groups)
+        cost = _estimate_cost(ledger, cargo, timed)
+        if best is None or cost < best[0]:
+            best = (cost, timed)
+    assert best is not None
+    return [*alone, *(_gather_at_members(ledger, cargo, sorted(group)) for _, group in best[1])]
 
 
-def _rotation(count: int, index: int) -> Iterable[int]:
-    """Shards in the order an update's parts are sent: rotated, or all would queue at the same server."""
-    if count == 1:
-        return (0,)
-    turn = index % count
-    return (*range(turn, count), *range(turn))
+def _cut(members: list[int], cuts: int) -> list[list[int]]:
+    """A list in at most so many runs of like length, none shorter than two if it can be helped."""
+    size = max(2, -(-len(members) // cuts))
+    return [members[first : first + size] for first in range(0, len(members), size)]
 
 
-def _send_to(ledger: Ledger, cargo: Cargo, index: int, targets: Sequence[str], now_s: float) -> list[Booking]:
-    host, sizes = cargo.hosts[index], cargo.parts[index]
-    bookings: list[Booking] = [None] * len(sizes)  # type: ignore[list-item]
-    for shard in _rotation(len(sizes), index):
-        path = ledger.path(host, targets[shard])
-        bookings[shard] = ledger.reserve(path, sizes[shard], now_s, cargo.limit)
-    return bookings
+def _estimate_ready(ledger: Ledger, cargo: Cargo, group: Sequence[int], leaves_s: Sequence[float]) -> float:
+    """Seconds until a group's sums can leave: its slowest uplink or its aggregators' downlinks decide."""
+    hosts = ledger.network.hosts
+    fastest = max([hosts[cargo.hosts[i]].down_bytes_per_s for i in group])
+    coming = (len(group) - 1) * max(cargo.parts[group[0]])
+    return max(leaves_s[group[-1]], coming / fastest)
 
 
-def _send_direct(ledger: Ledger, cargo: Cargo, layout: Layout, index: int, now_s: float) -> None:
-    bookings = _send_to(ledger, cargo, index, cargo.servers, now_s)
-    layout.parts.append(bookings)
-    layout.finishes.append(max(booking.finish_s for booking in bookings))
+def _estimate_cost(ledger: Ledger, cargo: Cargo, timed: Sequence[tuple[float, Sequence[int]]]) -> float:
+    """Mean or last completion if the slowest server takes the sums in as they get ready."""
+    hosts = ledger.network.hosts
+    each_s = max(
+        cargo.parts[0][shard] / hosts[server].down_bytes_per_s for shard, server in enumerate(cargo.servers)
+    )
+    at_s, total, count = 0.0, 0.0, 0
+    for ready_s, group in timed:
+        at_s = max(at_s, ready_s) + each_s
+        total += at_s * len(group)
+        count += len(group)
+    return at_s if cargo.last_counts else total / count
 
 
-def _forward(ledger: Ledger, cargo: Cargo, layout: Layout, number: int, block: Block, now_s: float) -> None:
-    assert block.at is not None
-    finish_s = now_s
-    members = range(block.first, block.end)
-    for shard in _rotation(len(cargo.servers), number):
-        at = block.at[shard]
-        ready_s = max(layout.parts[index][shard].finish_s for index in members)
-        size = max(cargo.parts[index][shard] for index in members)
-        booking = ledger.reserve(ledger.path(at, cargo.servers[shard]), size, ready_s, cargo.limit)
-        layout.sums.append(Sum(number, shard, at, members, ready_s, booking))
-        finish_s = max(finish_s, booking.finish_s)
-    layout.finishes.extend([finish_s] * len(members))
+def _gather_at_members(ledger: Ledger, cargo: Cargo, members: Sequence[int]) -> Node:
+    """The members gathered at the fastest of themselves, another one for each shard."""
+    hosts = ledger.network.hosts
+    servers = set(cargo.servers)
+    able = {cargo.hosts[i] for i in members if cargo.hosts[i] in cargo.aggregators} - servers
+    fastest = sorted(
+        able, key=lambda name: (-min(hosts[name].up_bytes_per_s, hosts[name].down_bytes_per_s), name)
+    )[: max(1, HOSTS_TRIED)]
+    if len(members) < 2 or not fastest:
+        return members[0] if len(members) == 1 else Gather(tuple(members), tuple(cargo.servers))
+    at = tuple(fastest[shard % len(fastest)] for shard in range(len(cargo.servers)))
+    return Gather(tuple(members), at)
 
 
-class _Search:
-    """Candidates for the blocks, compared by laying each out and undoing it."""
+# -- late members
 
-    def __init__(self, ledger: Ledger, cargo: Cargo, now_s: float) -> None:
-        self.ledger = ledger
-        self.cargo = cargo
-        self.now_s = now_s
-        self.count = len(cargo.hosts)
-        self.trials_left = TRIAL_TRANSFERS
-        hosts = ledger.network.hosts
-        busy = set(cargo.hosts)
-        allowed = cargo.aggregators.difference(cargo.servers)
-        self.may_sum = [host in allowed for host in cargo.hosts]
-        speed = {h: min(hosts[h].up_bytes_per_s, hosts[h].down_bytes_per_s) for h in allowed if h in hosts}
-        self.speed = speed
-        self.idle = sorted((h for h in speed if h not in busy), key=lambda h: (-speed[h], h))
 
-    def best_direct_run(self) -> list[Block]:
-        """The cheapest greedy plan over the lengths of the direct run; all direct if none is cheaper."""
-        count = self.count
-        best: tuple[float, list[Block]] = (self._trial([Block(0, count)]), [Block(0, count)])
-        for run in self._runs():
-            blocks, cost = self._greedy(run)
-            if cost < best[0] * (1 - TIME_TOLERANCE):
-                best = (cost, blocks)
-        return best[1]
+@dataclass(frozen=True, slots=True)
+class ForwardChoice:
+    """Whether an aggregator sends what it has, or until when it waits; and why."""
 
-    def _runs(self) -> list[int]:
-        """Lengths of the direct run to try: all of the likely ones, or an even choice of them."""
-        likely = math.isqrt(2 * self.count)
-        runs = list(range(min(self.count - 1, likely + 1)))
-        affordable = max(2, self.trials_left // (self.count * len(self.cargo.servers)))
-        if len(runs) > affordable:
-            low, high = 0.15 * likely, 0.8 * likely
-            steps = {round(low + (high - low) * k / (affordable - 1)) for k in range(affordable)}
-            runs = sorted(steps)
-        return runs
+    forward: bool
+    wait_until_s: float
+    left_out: tuple[str, ...]
+    reason: str
 
-    def _trial(self, blocks: Sequence[Block]) -> float:
-        mark = self.ledger.mark()
-        layout = lay_out(self.ledger, self.cargo, blocks, self.now_s)
-        self.ledger.undo(mark)
-        self.trials_left -= self.count * len(self.cargo.servers)
-        return layout.cost(self.cargo.last_counts)
 
-    def _greedy(self, run: int) -> tuple[list[Block], float]:
-        """`run` updates direct, then groups, each as long as it is ready when the server's link is free."""
-        ledger, cargo = self.ledger, self.cargo
-        outer = ledger.mark()
-        layout = Layout([], [], [], [])
-        if run:
-            layout.blocks.append(Block(0, run))
-            for index in range(run):
-                _send_direct(ledger, cargo, layout, index, self.now_s)
-        used: dict[str, int] = {}
-        first = run
-        while first < self.count:
-            at = self._choose_hosts(first, used)
-            end = self._grow(layout, first, at) if at is not None and first + 1 < self.count else first + 1
-            if at is not None and end > first + 1:
-                layout.blocks.append(Block(first, end, at))
-                _forward(ledger, cargo, layout, len(layout.blocks) - 1, layout.blocks[-1], self.now_s)
-                for host in at:
-                    used[host] = used.get(host, 0) + 1
-            else:
-                layout.blocks.append(Block(first, end))
-                del layout.parts[first:]
-                _send_direct(ledger, cargo, layout, first, self.now_s)
-            first = end
-        ledger.undo(outer)
-        self.trials_left -= self.count * len(cargo.servers)
-        return _merge_direct(layout.blocks), layout.cost(cargo.last_counts)
+def decide_forward(
+    now_s: float,
+    present: int,
+    missing_s: Sequence[tuple[str, float]],
+    server_free_s: float,
+    transfer_s: float,
+    queued_behind: int,
+    latest_s: float = INF,
+) -> ForwardChoice:
+    """Wait for missing members or forward without them, whichever costs the updates less time in sum.
 
-    def _grow(self, layout: Layout, first: int, at: tuple[str, ...]) -> int:
-        """Reserve members of a group beginning at `first`; the place after its last one."""
-        ledger, cargo = self.ledger, self.cargo
-        shards = range(len(at))
-        allowed = []
-        for shard in shards:
-            path = ledger.path(at[shard], cargo.servers[shard])
-            size = cargo.parts[first][shard]
-            free_s = ledger.finish(path, size, self.now_s, cargo.limit)
-            allowed.append(free_s - _alone(path, size, cargo.limit))
-        opening = ledger.mark()
-        end = first
-        while end < self.count:
-            mark = ledger.mark()
-            bookings = _send_to(ledger, cargo, end, at, self.now_s)
-            late = any(
-                bookings[s].finish_s > allowed[s] + TIME_TOLERANCE * (bookings[s].finish_s - self.now_s)
-                for s in shards
-            )
-            if late and end - first >= 2:
-                ledger.undo(mark)
-                break
-            if end - first < 2:
-                allowed = [max(allowed[s], bookings[s].finish_s) for s in shards]
-            layout.parts.append(bookings)
-            end += 1
-        if end - first < 2:
-            ledger.undo(opening)
-            return first + 1
-        return end
-
-    def _choose_hosts(self, first: int, used: dict[str, int]) -> tuple[str, ...] | None:
-        """A host for each shard: the fastest of the next few members and of the idle, members first."""
-        speed = self.speed
-        near = range(first, min(first + 2 * HOSTS_TRIED * len(self.cargo.servers), self.count))
-        members = {self.cargo.hosts[i] for i in near if self.may_sum[i]}
-        idle = [h for h in self.idle if h not in used][: HOSTS_TRIED * len(self.cargo.servers)]
-        ranked = sorted((*members, *idle), key=lambda h: (used.get(h, 0), -speed[h], h not in members, h))
-        if not ranked:
-            return None
-        return tuple(ranked[shard % len(ranked)] for shard in range(len(self.cargo.servers)))
-
-    # -- local moves
-
-    def improve(self, blocks: list[Block]) -> tuple[float, list[Block]]:
-        """Take the best neighbouring plan until none is better or the trials are spent."""
-        self.trials_left = TRIAL_TRANSFERS
-        cost = self._trial(blocks)
-        while True:
-            best = (cost, blocks)
-            for candidate in self._neighbours(blocks):
-                if self.trials_left <= 0:
-                    break
-                candidate_cost = self._trial(candidate)
-                if candidate_cost < best[0] * (1 - TIME_TOLERANCE):
-                    best = (candidate_cost, candidate)
-            if best[1] is blocks:
-                return cost, blocks
-            cost, blocks = best
-
-    def _neighbours(self, blocks: list[Block]) -> Iterator[list[Block]]:
-        """Boundaries moved by one, blocks split, joined, made direct, gathered, gathered elsewhere."""
-        for i, block in enumerate(blocks):
-            before, after = blocks[:i], blocks[i + 1 :]
-            if block.at is not None:
-                yield _merge_direct([*before, Block(block.first, block.end), *after])
-            if block.end - block.first >= 2:
-                for at in self._hosts_for(block.first, block.end):
-                    if at != block.at:
-                        yield [*before, Block(block.first, block.end, at), *after]
-            for cut in range(block.first + 1, block.end):
-                for left in self._sides(block, block.first, cut):
-                    for right in self._sides(block, cut, block.end):
-                        if left.at is not None or right.at is not None:
-                            yield _merge_direct([*before, left, right, *after])
-            if after:
-                right = after[0]
-                if block.end - block.first > 1 or block.at is None:
-                    moved = [
-                        Block(block.first, block.end - 1, block.at),
-                        Block(block.end - 1, right.end, right.at),
-                    ]
-                    yield _merge_direct([*before, *_tidy(moved), *after[1:]])
-                moved = [
-                    Block(block.first, block.end + 1, block.at),
-                    Block(block.end + 1, right.end, right.at),
-                ]
-                yield _merge_direct([*before, *_tidy(moved), *after[1:]])
-                if block.at is not None or right.at is not None:
-                    for joined in (block.at, right.at):
-                        if joined is not None:
-                            yield [*before, Block(block.first, right.end, joined), *after[1:]]
-
-    def _sides(self, block: Block, first: int, end: int) -> list[Block]:
-        sides = [Block(first, end)]
-        if end - first >= 2:
-            if block.at is not None:
-                sides.append(Block(first, end, block.at))
-            sides.extend(Block(first, end, at) for at in self._hosts_for(first, end)[:2] if at != block.at)
-        return sides
-
-    def _hosts_for(self, first: int, end: int) -> list[tuple[str, ...]]:
-        """A few choices of hosts for a block: best members and best idle hosts, rotated over the shards."""
-        speed = self.speed
-        members = sorted(
-            {self.cargo.hosts[i] for i in range(first, end) if self.may_sum[i]}, key=lambda h: (-speed[h], h)
+    `missing_s` gives for each missing member when it is expected (infinite: silent). Waiting until then holds
+    up the members present from the moment the server's link is free; leaving one out costs it and everything
+    queued behind it a transfer of its own. `latest_s` is when the oldest member's slack ends.
+    """
+    if not missing_s:
+        return ForwardChoice(True, now_s, (), "all members are there")
+    if present == 0:
+        until = min(arrival for _, arrival in missing_s)
+        return ForwardChoice(False, until, (), "no member is there yet")
+    idle_from_s = max(now_s, server_free_s)
+    by_arrival = sorted(missing_s, key=lambda member: (member[1], member[0]))
+    best_cost, best_wait = transfer_s * (queued_behind + len(by_arrival)) * len(by_arrival), 0
+    for waited in range(1, len(by_arrival) + 1):
+        arrival_s = by_arrival[waited - 1][1]
+        if arrival_s > latest_s or arrival_s == INF:
+            break
+        held = (present + waited - 1) * max(0.0, arrival_s - idle_from_s)
+        alone = len(by_arrival) - waited
+        cost = held + transfer_s * (queued_behind + alone) * alone
+        if cost <= best_cost:
+            best_cost, best_wait = cost, waited
+    left_out = tuple(sorted(name for name, _ in by_arrival[best_wait:]))
+    if best_wait:
+        last, until_s = by_arrival[best_wait - 1]
+        return ForwardChoice(
+            False,
+            until_s,
+            left_out,
+            f"{last} is due in {format_time(until_s - now_s)}, cheaper than its own way",
         )
-        ranked = sorted(
-            (*members[:HOSTS_TRIED], *self.idle[:HOSTS_TRIED]), key=lambda h: (-speed[h], h not in members, h)
-        )
-        shards = range(len(self.cargo.servers))
-        return [tuple(ranked[(k + s) % len(ranked)] for s in shards) for k in range(len(ranked))]
-
-
-def _alone(path: Iterable[object], size_bytes: float, limit: float) -> float:
-    rate = min(limit, *(stairs.capacity for stairs in path))  # type: ignore[attr-defined]
-    return size_bytes / rate if rate > 0 else INF
-
-
-def _tidy(blocks: Iterable[Block]) -> list[Block]:
-    """Without empty blocks; a group of one is direct."""
-    return [Block(b.first, b.end, b.at if b.end - b.first > 1 else None) for b in blocks if b.end > b.first]
-
-
-def _merge_direct(blocks: Iterable[Block]) -> list[Block]:
-    """Neighbouring direct blocks as one."""
-    merged: list[Block] = []
-    for block in blocks:
-        if merged and merged[-1].at is None and block.at is None:
-            merged[-1] = Block(merged[-1].first, block.end)
-        else:
-            merged.append(block)
-    return merged
+    late = ", ".join(
+        f"{name} silent" if at == INF else f"{name} due in {format_time(at - now_s)}"
+        for name, at in by_arrival
+    )
+    return ForwardChoice(
+        True,
+        now_s,
+        left_out,
+        f"waiting costs more than sending alone takes ({format_time(transfer_s)}): {late}",
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlfabric.plan.aggregation import Block, Cargo, Layout
+from mlfabric.plan.forest import Cargo, Layout, Sent, empty_layout
 from mlfabric.plan.reservation import INF, Booking, Ledger, Path, Staircase, snap_rate
 
 
@@ -60,6 +60,9 @@ def lay_out_fairly(ledger: Ledger, cargo: Cargo, now_s: float) -> Layout:
     for k, (path, size) in enumerate(zip(paths, sizes, strict=True)):
         if k not in bookings:  # a link is taken for now: queue behind those that hold it
             bookings[k] = ledger.reserve(path, size, now_s, cargo.limit)
-    parts = [[bookings[i * len(shards) + s] for s in shards] for i in range(count)]
-    finishes = [max(booking.finish_s for booking in row) for row in parts]
-    return Layout([Block(0, count)] if count else [], parts, [], finishes)
+    layout = empty_layout(range(count))
+    for i in range(count):
+        row = [bookings[i * len(shards) + s] for s in shards]
+        layout.sent[i] = Sent(cargo.servers, row, None)
+        layout.finishes[i] = max(booking.finish_s for booking in row)
+    return layout

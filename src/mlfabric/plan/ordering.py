@@ -18,8 +18,9 @@ The other policies are what we compare with; they are here so that everything el
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
@@ -78,11 +79,36 @@ def estimate_duration(network: Network, shards: Sequence[Shard], offer: Offer) -
     if not remote:
         return 0.0
     up = network.hosts[offer.host].up_bytes_per_s
-    out = offer.size_bytes * sum(shard.share for shard in remote) / whole
-    slowest = max(
-        offer.size_bytes * shard.share / whole / network.rate(offer.host, shard.server) for shard in remote
-    )
-    return max(out / up, slowest)
+    rates = [(shard.share / whole, network.rate(offer.host, shard.server)) for shard in remote]
+    if up <= 0 or any(rate <= 0 for _, rate in rates):
+        return math.inf
+    out = sum(share for share, _ in rates) / up
+    return offer.size_bytes * max(out, *(share / rate for share, rate in rates))
+
+
+def estimate_durations(
+    network: Network, shards: Sequence[Shard], offers: Iterable[Offer]
+) -> dict[str, float]:
+    """`estimate_duration` of many offers. What lies beyond the uplink is the same for a whole rack."""
+    hosts = network.hosts
+    servers = {shard.server for shard in shards}
+    beyond: dict[str | None, float] = {}  # seconds per byte of an update, by the sender's rack
+    durations = {}
+    for offer in offers:
+        host = hosts[offer.host]
+        if offer.host in servers:
+            durations[offer.update] = estimate_duration(network, shards, offer)
+            continue
+        slowest = beyond.get(host.rack)
+        if slowest is None:
+            probe = replace(host, name="", up_bytes_per_s=math.inf)
+            few = Network({"": probe, **{name: hosts[name] for name in servers}}, network.racks)
+            beyond[host.rack] = slowest = estimate_duration(
+                few, shards, replace(offer, host="", size_bytes=1)
+            )
+        up = host.up_bytes_per_s
+        durations[offer.update] = offer.size_bytes * max(1 / up if up > 0 else math.inf, slowest)
+    return durations
 
 
 # -- our own rule

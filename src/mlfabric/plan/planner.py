@@ -11,18 +11,22 @@ from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
-from mlfabric.plan.aggregation import Block, Cargo, Layout, aggregate_updates
+from mlfabric.plan.aggregation import aggregate_updates
 from mlfabric.plan.fair import lay_out_fairly
-from mlfabric.plan.ordering import estimate_duration, order_updates, position_deadline
+from mlfabric.plan.forest import Cargo, Layout, Sent, Sum, last_position, members_of
+from mlfabric.plan.ordering import estimate_durations, order_updates, position_deadline
+from mlfabric.plan.replication import Follower, ServerStep, plan_replication
 from mlfabric.plan.reservation import INF, Booking, Ledger, open_ledger
 from mlfabric.plan.values import (
     Group,
+    HeldStep,
     JobState,
     Offer,
     Part,
     Placed,
     Plan,
     PlannedDrop,
+    ReplicaMessage,
     Reserved,
     Shard,
 )
@@ -43,13 +47,27 @@ def plan_updates(
 
 def plan_on_ledger(ledger: Ledger, job: JobState, offers: Sequence[Offer], now_s: float) -> Plan:
     """The same on a ledger that already holds other transfers; the plan's own are added to it."""
-    reachable, unreachable = _split_reachable(ledger.network, job.shards, offers)
-    durations = estimate_durations(ledger.network, job.shards, reachable)
+    return lay_plan(ledger, job, offers, now_s).plan
+
+
+class Laid(NamedTuple):
+    """A plan together with what it booked."""
+
+    plan: Plan
+    kept: Sequence[Offer]  # by index of the cargo
+    cargo: Cargo
+    layout: Layout
+
+
+def lay_plan(ledger: Ledger, job: JobState, offers: Sequence[Offer], now_s: float) -> Laid:
+    """Order, aggregate, reserve."""
+    reachable, durations, unreachable = _split_reachable(ledger.network, job.shards, offers)
     ordered = order_updates(reachable, job, durations)
     kept = ordered.kept
     if job.policy == "mlfabric":
         kept = _choose_head(ledger, job, kept, now_s)
-    parts = [split_bytes(offer.size_bytes, job.shards) for offer in kept]
+    split = {size: split_bytes(size, job.shards) for size in {offer.size_bytes for offer in kept}}
+    parts = [split[offer.size_bytes] for offer in kept]
     cargo = Cargo(
         hosts=[offer.host for offer in kept],
         parts=parts,
@@ -57,13 +75,17 @@ def plan_on_ledger(ledger: Ledger, job: JobState, offers: Sequence[Offer], now_s
         aggregators=frozenset(job.aggregators) if job.policy == "mlfabric" else frozenset(),
         last_counts=job.objective == "last",
         limit=INF if job.max_rate_bytes_per_s is None else job.max_rate_bytes_per_s,
+        deadlines=[position_deadline(offer, job) for offer in kept],
+        chunk_bytes=job.chunk_bytes,
+        levels=job.levels,
     )
     if job.policy == "fair-share":
         layout = lay_out_fairly(ledger, cargo, now_s)
     else:
         layout = aggregate_updates(ledger, cargo, now_s)
     drops = (*unreachable, *ordered.drops)
-    return _write_plan(job, kept, cargo, layout, durations, drops, now_s)
+    plan = _write_plan(ledger, job, kept, cargo, layout, durations, drops, now_s)
+    return Laid(plan, kept, cargo, layout)
 
 
 def split_bytes(size_bytes: int, shards: Sequence[Shard]) -> list[int]:
@@ -79,30 +101,29 @@ def split_bytes(size_bytes: int, shards: Sequence[Shard]) -> list[int]:
     return parts
 
 
-def estimate_durations(
-    network: Network, shards: Sequence[Shard], offers: Sequence[Offer]
-) -> dict[str, float]:
-    return {offer.update: estimate_duration(network, shards, offer) for offer in offers}
-
-
 def _split_reachable(
     network: Network, shards: Sequence[Shard], offers: Sequence[Offer]
-) -> tuple[list[Offer], list[PlannedDrop]]:
-    """Offers that can be sent at all; the others are dropped, by name."""
-    reachable, drops = [], []
-    dead = sorted({s.server for s in shards if s.server not in network.hosts})
-    for offer in offers:
-        host = network.hosts.get(offer.host)
-        if host is None:
-            drops.append(PlannedDrop(offer.update, f"host {offer.host} is not in the network"))
-        elif dead:
-            drops.append(PlannedDrop(offer.update, f"server {dead[0]} is not in the network"))
-        elif any(network.rate(offer.host, shard.server) <= 0 for shard in shards):
-            cut = next(s.server for s in shards if network.rate(offer.host, s.server) <= 0)
-            drops.append(PlannedDrop(offer.update, f"no bandwidth from {offer.host} to server {cut}"))
-        else:
-            reachable.append(offer)
-    return reachable, sorted(drops, key=lambda drop: drop.update)
+) -> tuple[list[Offer], dict[str, float], list[PlannedDrop]]:
+    """Offers that can be sent at all, with their durations; the others are dropped, by name."""
+    known = [offer for offer in offers if offer.host in network.hosts]
+    gone = sorted({shard.server for shard in shards if shard.server not in network.hosts})
+    if gone:
+        drops = [PlannedDrop(offer.update, f"server {gone[0]} is not in the network") for offer in known]
+        reachable, durations = [], {}
+    else:
+        durations = estimate_durations(network, shards, known)
+        reachable = [offer for offer in known if durations[offer.update] < INF]
+        drops = [
+            PlannedDrop(offer.update, f"no bandwidth from {offer.host} to its servers")
+            for offer in known
+            if durations[offer.update] == INF
+        ]
+    drops += [
+        PlannedDrop(offer.update, f"host {offer.host} is not in the network")
+        for offer in offers
+        if offer.host not in network.hosts
+    ]
+    return reachable, durations, sorted(drops, key=lambda drop: drop.update)
 
 
 def _choose_head(ledger: Ledger, job: JobState, kept: Sequence[Offer], now_s: float) -> tuple[Offer, ...]:
@@ -140,25 +161,20 @@ def _choose_head(ledger: Ledger, job: JobState, kept: Sequence[Offer], now_s: fl
 
 
 class _Message(NamedTuple):
-    """What arrives at the servers as one: an update or a group's sum. Members by deadline."""
+    """What arrives at the servers as one: an update, or a sum. Members by deadline."""
 
-    members: tuple[int, ...]
+    members: Sequence[int]
     finish_s: float
     last_position: int  # that its last member may have
 
 
 def _messages(layout: Layout, deadlines: Sequence[int]) -> list[_Message]:
     messages = []
-    for block in layout.blocks:
-        if block.at is None:
-            messages += [
-                _Message((i,), layout.finishes[i], deadlines[i]) for i in range(block.first, block.end)
-            ]
-        else:
-            members = tuple(sorted(range(block.first, block.end), key=lambda i: (deadlines[i], i)))
-            after = len(members) - 1
-            last = min(deadlines[i] + after - k for k, i in enumerate(members))
-            messages.append(_Message(members, layout.finishes[block.first], last))
+    for node in layout.nodes:
+        members = members_of(node)
+        if len(members) > 1:
+            members = tuple(sorted(members, key=lambda i: (deadlines[i], i)))
+        messages.append(_Message(members, layout.finishes[members[0]], last_position(members, deadlines)))
     return messages
 
 
@@ -186,6 +202,7 @@ def _number(messages: Sequence[_Message]) -> list[int]:
 
 
 def _write_plan(
+    ledger: Ledger,
     job: JobState,
     kept: Sequence[Offer],
     cargo: Cargo,
@@ -194,34 +211,86 @@ def _write_plan(
     drops: Sequence[PlannedDrop],
     now_s: float,
 ) -> Plan:
-    deadlines = [position_deadline(offer, job) for offer in kept]
-    numbered = _number(_messages(layout, deadlines))
-    block_of = {
-        index: number for number, block in enumerate(layout.blocks) for index in range(block.first, block.end)
-    }
-    groups = tuple(_write_group(job, kept, cargo, layout, s, now_s) for s in range(len(layout.sums)))
+    sums = {(found.tag, found.shard): found for found in layout.sums}
+    bound = "no bound" if job.max_delay is None else f"bound {job.max_delay}"
     placed = []
-    for position, index in enumerate(numbered):
-        offer = kept[index]
+    ways: dict[str, str] = {}
+    shards = [shard.index for shard in job.shards]
+    messages = _messages(layout, cargo.deadlines)
+    order = _number(messages)
+    for position, index in enumerate(order):
+        offer, sent, finish_s = kept[index], layout.sent[index], layout.finishes[index]
         delay = job.placed_version + position - offer.base_version
-        number = block_of[index]
-        block = layout.blocks[number]
-        parts = tuple(
-            _write_part(job.shards[s].index, cargo, block, number, index, s, booking)
-            for s, booking in enumerate(layout.parts[index])
-        )
+        if sent.tag is None:
+            how = (
+                f"direct by policy {job.policy}, alone it takes {format_time(durations_s[offer.update])}; "
+                f"there in {format_time(finish_s - now_s)}"
+            )
+        elif (how := ways.get(sent.tag, "")) == "":
+            into = sums[sent.tag, 0]
+            way = "in a chain ending at" if into.chain else "at"
+            how = (
+                f"summed with {len(into.members) - 1} others {way} {into.aggregator}; "
+                f"there in {format_time(finish_s - now_s)}"
+            )
+            ways[sent.tag] = how
         placed.append(
             Placed(
-                update=offer.update,
-                position=position,
-                delay_updates=delay,
-                weight=weigh(delay, job.concurrency),
-                parts=parts,
-                finish_s=layout.finishes[index],
-                reason=_explain(job, block, offer, delay, layout.finishes[index] - now_s, durations_s),
+                offer.update,
+                position,
+                delay,
+                weigh(delay, job.concurrency),
+                _write_parts(shards, cargo.parts[index], sent),
+                finish_s,
+                f"{how}, delay {delay}, {bound}",
             )
         )
-    return Plan(tuple(placed), groups, tuple(drops))
+    groups = []
+    members: dict[str, tuple[tuple[str, ...], set[str]]] = {}  # updates and their hosts, by tag
+    for found in layout.sums:
+        if found.tag not in members:
+            names = tuple(kept[index].update for index in found.members)
+            members[found.tag] = (names, {cargo.hosts[index] for index in found.members})
+        groups.append(_write_group(job, found, *members[found.tag]))
+    replication, held = _replicate(ledger, job, kept, cargo, layout, order, now_s)
+    return Plan(tuple(placed), tuple(groups), tuple(drops), replication, held)
+
+
+def _replicate(
+    ledger: Ledger,
+    job: JobState,
+    kept: Sequence[Offer],
+    cargo: Cargo,
+    layout: Layout,
+    order: Sequence[int],
+    now_s: float,
+) -> tuple[tuple[ReplicaMessage, ...], tuple[HeldStep, ...]]:
+    """Messages to the replicas of the job's shards, over what its updates leave free."""
+    messages: list[ReplicaMessage] = []
+    held: list[HeldStep] = []
+    if job.divergence is None or not kept:
+        return (), ()
+    sums = {(found.members, found.shard): found.booking.finish_s for found in layout.sums}
+    rank = {index: position for position, index in enumerate(order)}
+    arriving = sorted((members_of(node) for node in layout.nodes), key=lambda members: rank[members[0]])
+    norms = [sum(kept[index].norm for index in members) for members in arriving]
+    for s, shard in enumerate(job.shards):
+        if shard.replica is None or shard.replica not in ledger.network.hosts:
+            continue
+        steps = []
+        for members, norm in zip(arriving, norms, strict=True):
+            at_s = sums.get((members, s))
+            if at_s is None:
+                at_s = layout.sent[members[0]].bookings[s].finish_s
+            steps.append(ServerStep(kept[members[-1]].update, at_s, norm))
+        size = max(parts[s] for parts in cargo.parts)
+        follower = Follower(
+            shard.index, shard.server, shard.replica, size, job.divergence, shard.pending_norm
+        )
+        plan = plan_replication(ledger, [follower], steps, now_s)
+        messages += plan.messages
+        held += plan.held
+    return tuple(messages), tuple(held)
 
 
 def weigh(delay_updates: int, concurrency: int) -> float:
@@ -229,20 +298,15 @@ def weigh(delay_updates: int, concurrency: int) -> float:
     return 1.0 if delay_updates <= concurrency else concurrency / delay_updates
 
 
-def _write_part(
-    shard: int, cargo: Cargo, block: Block, number: int, index: int, s: int, booking: Booking
-) -> Part:
-    size = cargo.parts[index][s]
-    target = cargo.servers[s] if block.at is None else block.at[s]
-    return Part(
-        shard,
-        target,
-        size,
-        booking.start_s,
-        booking.finish_s,
-        _mean_rate(booking, size),
-        None if block.at is None else f"g{number}.{shard}",
-    )
+def _write_parts(shards: Sequence[int], sizes: Sequence[int], sent: Sent) -> tuple[Part, ...]:
+    parts = []
+    targets, tag = sent.targets, sent.tag
+    for s, booking in enumerate(sent.bookings):
+        size, start_s, finish_s = sizes[s], booking.start_s, booking.finish_s
+        rate = size / (finish_s - start_s) if finish_s > start_s else INF
+        group = None if tag is None else f"{tag}.{shards[s]}"
+        parts.append(Part(shards[s], targets[s], size, start_s, finish_s, rate, group))
+    return tuple(parts)
 
 
 def _mean_rate(booking: Booking, size_bytes: int) -> float:
@@ -250,43 +314,28 @@ def _mean_rate(booking: Booking, size_bytes: int) -> float:
     return size_bytes / lasts if lasts > 0 else INF
 
 
-def _write_group(
-    job: JobState, kept: Sequence[Offer], cargo: Cargo, layout: Layout, s: int, now_s: float
-) -> Group:
-    found = layout.sums[s]
-    shard = job.shards[found.shard].index
-    size = max(cargo.parts[index][found.shard] for index in found.members)
-    own = any(cargo.hosts[index] == found.aggregator for index in found.members)
-    booking = found.booking
+def _write_group(job: JobState, found: Sum, members: tuple[str, ...], homes: set[str]) -> Group:
+    shard, booking = job.shards[found.shard].index, found.booking
+    own = found.aggregator in homes
     wait = booking.start_s - found.ready_s
-    server = cargo.servers[found.shard]
-    when = (
-        f"ready as {server}'s link falls free"
-        if wait <= 0
-        else f"ready {format_time(wait)} before {server}'s link is free"
-    )
+    if found.chain:
+        how = "handed on chunk by chunk by hosts of like speed"
+    elif wait <= 0:
+        how = f"on its way as soon as it is ready; {found.aggregator} {'is a member' if own else 'is idle'}"
+    else:
+        how = f"ready {format_time(wait)} before the link is free, so it costs nothing"
     return Group(
-        group=f"g{found.block}.{shard}",
+        group=f"{found.tag}.{shard}",
         shard=shard,
         aggregator=found.aggregator,
-        members=tuple(kept[index].update for index in found.members),
-        size_bytes=size,
+        members=members,
+        size_bytes=found.size_bytes,
         ready_s=found.ready_s,
         start_s=booking.start_s,
         finish_s=booking.finish_s,
-        rate_bytes_per_s=_mean_rate(booking, size),
-        reason=f"{len(found.members)} updates cross to {server} as one sum, {when}; "
-        f"{found.aggregator} {'is a member' if own else 'is idle'}",
-        target=server,
+        rate_bytes_per_s=_mean_rate(booking, found.size_bytes),
+        reason=f"{len(found.members)} updates reach {found.target} as one sum, {how}",
+        target=found.target,
+        parent=None if found.parent is None else f"{found.parent}.{shard}",
+        chain=found.chain,
     )
-
-
-def _explain(
-    job: JobState, block: Block, offer: Offer, delay: int, after_s: float, durations_s: Mapping[str, float]
-) -> str:
-    bound = "no bound" if job.max_delay is None else f"bound {job.max_delay}"
-    if block.at is None:
-        how = f"direct by policy {job.policy}, alone it takes {format_time(durations_s[offer.update])}"
-    else:
-        how = f"summed with {block.end - block.first - 1} others at {block.at[0]}"
-    return f"{how}; there in {format_time(after_s)}, delay {delay}, {bound}"

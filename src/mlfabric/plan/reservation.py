@@ -14,25 +14,25 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
+
+import msgspec
 
 from mlfabric.plan.values import Reserved
 from mlfabric.topology import Link, Network
 
 INF: Final = math.inf
-# Rates are multiples of this. 2^53 of them still have exact sums: 8.8 TB/s.
-RATE_GRAIN_BYTES_PER_S: Final = 1 / 1024
 
+# What rounding may leave over of a transfer; nothing waits for it.
+NOTHING_BYTES: Final = 1e-6
 # A staircase drops its past when it is walked and has more past steps than this.
 LONG_PAST_STEPS: Final = 64
 
 
 def snap_rate(rate_bytes_per_s: float) -> float:
-    """The largest exactly representable rate that is not above the given one."""
-    if rate_bytes_per_s == INF:
-        return INF
-    return math.floor(rate_bytes_per_s / RATE_GRAIN_BYTES_PER_S) * RATE_GRAIN_BYTES_PER_S
+    """The largest multiple of 1/1024 not above the rate; 2^53 of them still add up exactly: 8.8 TB/s."""
+    return rate_bytes_per_s if rate_bytes_per_s == INF else int(rate_bytes_per_s * 1024) / 1024
 
 
 class Staircase:
@@ -42,13 +42,18 @@ class Staircase:
     so that a link filled by a thousand transfers is one step of zero, and equal ledgers have equal lists.
     """
 
-    __slots__ = ("capacity", "link", "residuals", "starts")
+    __slots__ = ("capacity", "direction", "owner", "residuals", "starts")
 
-    def __init__(self, link: Link, capacity_bytes_per_s: float, start_s: float) -> None:
-        self.link = link
+    def __init__(self, owner: str, direction: str, capacity_bytes_per_s: float, start_s: float) -> None:
+        self.owner = owner
+        self.direction = direction
         self.capacity = snap_rate(capacity_bytes_per_s)
         self.starts = [start_s, INF]
         self.residuals = [self.capacity, 0.0]
+
+    @property
+    def link(self) -> Link:
+        return Link(self.owner, self.direction)
 
     def add(self, from_s: float, to_s: float, rate: float) -> None:
         """Give back (rate > 0) or take away (rate < 0) over a stretch of time."""
@@ -58,6 +63,9 @@ class Staircase:
         first = bisect_right(starts, from_s) - 1
         if first < 0:
             first = 0
+        elif to_s <= starts[first + 1]:
+            _cut(starts, residuals, first, from_s, to_s, residuals[first] + rate)
+            return
         elif starts[first] != from_s:
             first += 1
             starts.insert(first, from_s)
@@ -91,7 +99,7 @@ Path = tuple[Staircase, ...]
 Piece = tuple[float, float, float]  # from, to, rate
 
 
-class Booking(NamedTuple):
+class Booking(msgspec.Struct, frozen=True, gc=False):
     """What one transfer holds: the same pieces on every link of its path."""
 
     path: Path
@@ -101,13 +109,13 @@ class Booking(NamedTuple):
 
 
 class _Doors(NamedTuple):
-    """The links at which a host meets the network."""
+    """The links at which a host meets the network, or a rack the core."""
 
     up: Staircase
     down: Staircase
-    rack: str | None
-    rack_up: Staircase | None
-    rack_down: Staircase | None
+    rack: str | None = None
+    rack_up: Staircase | None = None
+    rack_down: Staircase | None = None
 
 
 class Ledger:
@@ -116,10 +124,9 @@ class Ledger:
     def __init__(self, network: Network, now_s: float = 0.0) -> None:
         self.network = network
         self.now_s = now_s
-        self._stairs: dict[Link, Staircase] = {}
         self._doors: dict[str, _Doors] = {}
-        self._paths: dict[tuple[str, str], Path] = {}
-        self._log: list[tuple[Booking, int]] = []
+        self._racks: dict[str, _Doors] = {}
+        self._log: list[Booking] = []  # releases with their rates negated
 
     # -- where a transfer goes
 
@@ -141,21 +148,31 @@ class Ledger:
         return (here.up, here.rack_up, there.rack_down, there.down)
 
     def stairs(self, link: Link) -> Staircase:
-        """The staircase of a link; made when first asked for."""
-        found = self._stairs.get(link)
-        if found is None:
-            found = Staircase(link, self.network.capacity(link), self.now_s)
-            self._stairs[link] = found
-        return found
+        """The staircase of a link; made when its owner is first asked for."""
+        doors = self._doors.get(link.owner) or self._racks.get(link.owner)
+        if doors is None:
+            doors = (
+                self._open(link.owner) if link.owner in self.network.hosts else self._open_rack(link.owner)
+            )
+        return doors.up if link.direction == "up" else doors.down
 
-    def _open(self, host: str) -> _Doors:
-        rack = self.network.hosts[host].rack
-        self._doors[host] = doors = _Doors(
-            self.stairs(Link(host, "up")),
-            self.stairs(Link(host, "down")),
-            rack,
-            None if rack is None else self.stairs(Link(rack, "up")),
-            None if rack is None else self.stairs(Link(rack, "down")),
+    def _open(self, name: str) -> _Doors:
+        host, now_s = self.network.hosts[name], self.now_s
+        up = Staircase(name, "up", host.up_bytes_per_s, now_s)
+        down = Staircase(name, "down", host.down_bytes_per_s, now_s)
+        if host.rack is None:
+            doors = _Doors(up, down)
+        else:
+            rack = self._racks.get(host.rack) or self._open_rack(host.rack)
+            doors = _Doors(up, down, host.rack, rack.up, rack.down)
+        self._doors[name] = doors
+        return doors
+
+    def _open_rack(self, name: str) -> _Doors:
+        rack, now_s = self.network.racks[name], self.now_s
+        self._racks[name] = doors = _Doors(
+            Staircase(name, "up", rack.up_bytes_per_s, now_s),
+            Staircase(name, "down", rack.down_bytes_per_s, now_s),
         )
         return doors
 
@@ -163,43 +180,82 @@ class Ledger:
 
     def finish(self, path: Path, size_bytes: float, start_s: float, limit: float = INF) -> float:
         """When a transfer started no earlier than `start_s` would be through; infinite over a dead link."""
-        return self._walk(path, size_bytes, start_s, limit)[1]
+        return self.walk(path, size_bytes, start_s, limit)[1]
 
     def reserve(self, path: Path, size_bytes: float, start_s: float, limit: float = INF) -> Booking:
         """Take what `finish` promises. A transfer that can never end is refused."""
-        pieces, finish_s = self._walk(path, size_bytes, start_s, limit)
+        if len(path) == 2 and size_bytes > 0:
+            at_s = start_s if start_s > self.now_s else self.now_s
+            pieces = _take_both(
+                path[0], path[1], size_bytes, at_s, limit if limit == INF else snap_rate(limit)
+            )
+            if pieces:
+                booking = Booking(path, pieces, pieces[0][0], pieces[-1][1])
+                self._log.append(booking)
+                return booking
+        pieces, finish_s = self.walk(path, size_bytes, start_s, limit)
         if finish_s == INF:
             raise ValueError(f"no transfer ends over {' '.join(str(stairs.link) for stairs in path)}")
         booking = Booking(path, pieces, pieces[0][0] if pieces else start_s, finish_s)
         for from_s, to_s, rate in pieces:
             for stairs in path:
                 stairs.add(from_s, to_s, -rate)
-        self._log.append((booking, -1))
+        self._log.append(booking)
         return booking
 
-    def _walk(self, path: Path, size_bytes: float, start_s: float, limit: float) -> tuple[list[Piece], float]:
+    def reserve_parts(
+        self,
+        source: str,
+        targets: Sequence[str],
+        sizes: Sequence[int],
+        order: Iterable[int],
+        start_s: float,
+        limit: float,
+    ) -> list[Booking]:
+        """`reserve` for the parts of one update, in the given order; bookings in the order of the targets."""
+        doors, log = self._doors, self._log
+        here = doors.get(source) or self._open(source)
+        at_s = start_s if start_s > self.now_s else self.now_s
+        if limit != INF:
+            limit = snap_rate(limit)
+        bookings: list[Booking] = [None] * len(sizes)  # type: ignore[list-item]
+        for k in order:
+            target = targets[k]
+            there = doors.get(target) or self._open(target)
+            if here.rack == there.rack and here is not there and sizes[k] > 0:
+                pieces = _take_both(here.up, there.down, sizes[k], at_s, limit)
+                if pieces:
+                    booking = Booking((here.up, there.down), pieces, pieces[0][0], pieces[-1][1])
+                    log.append(booking)
+                    bookings[k] = booking
+                    continue
+            bookings[k] = self.reserve(self.path(source, target), sizes[k], start_s, limit)
+        return bookings
+
+    def walk(self, path: Path, size_bytes: float, start_s: float, limit: float) -> tuple[list[Piece], float]:
         """The pieces a transfer would take and when it ends."""
         pieces: list[Piece] = []
         if not path or size_bytes <= 0:
             return pieces, start_s
         at_s = start_s if start_s > self.now_s else self.now_s
         left = size_bytes
-        limit = snap_rate(limit)
-        indices = [bisect_right(stairs.starts, at_s) - 1 for stairs in path]
-        if max(indices) > LONG_PAST_STEPS:
-            for stairs in path:
+        if limit != INF:
+            limit = snap_rate(limit)
+        indices, ends, rates = [], [], []
+        for stairs in path:
+            index = bisect_right(stairs.starts, at_s) - 1
+            if index > LONG_PAST_STEPS:
                 stairs.forget_before(self.now_s)
-            indices = [bisect_right(stairs.starts, at_s) - 1 for stairs in path]
+                index = bisect_right(stairs.starts, at_s) - 1
+            indices.append(index)
+            ends.append(stairs.starts[index + 1])
+            rates.append(stairs.residuals[index])
         while True:
-            rate, until = limit, INF
-            for stairs, index in zip(path, indices, strict=True):
-                residual = stairs.residuals[index]
-                if residual < rate:
-                    rate = residual
-                end = stairs.starts[index + 1]
-                if end < until:
-                    until = end
+            rate = min(rates)
+            if rate > limit:
+                rate = limit
             if rate > 0:
+                until = min(ends)
                 done_s = at_s + left / rate
                 if done_s <= until:
                     if done_s > at_s:
@@ -207,14 +263,24 @@ class Ledger:
                     return pieces, done_s
                 left -= rate * (until - at_s)
                 _extend(pieces, at_s, until, rate)
-                if left <= 0:
+                if left <= NOTHING_BYTES:
                     return pieces, until
-            elif until == INF:
-                return pieces, INF
-            at_s = until
-            for k, stairs in enumerate(path):
-                if stairs.starts[indices[k] + 1] <= at_s:
-                    indices[k] += 1
+                at_s = until
+                for k, end in enumerate(ends):
+                    if end <= at_s:
+                        index = indices[k] = indices[k] + 1
+                        rates[k], ends[k] = path[k].residuals[index], path[k].starts[index + 1]
+            else:  # over the stretch in which a link has nothing left, at once
+                for k, rest in enumerate(rates):
+                    if rest <= 0 and ends[k] > at_s:
+                        at_s = ends[k]
+                if at_s == INF:
+                    return pieces, INF
+                for k, end in enumerate(ends):
+                    if end <= at_s:
+                        stairs = path[k]
+                        index = indices[k] = bisect_right(stairs.starts, at_s, indices[k]) - 1
+                        rates[k], ends[k] = stairs.residuals[index], stairs.starts[index + 1]
 
     def fit(self, path: Path, rate: float, duration_s: float, start_s: float) -> float:
         """The earliest time from which every link of the path has `rate` left for `duration_s` on end."""
@@ -242,7 +308,7 @@ class Ledger:
         booking = Booking(path, [(start_s, finish_s, rate)] if path else [], start_s, finish_s)
         for stairs in path:
             stairs.add(start_s, finish_s, -rate)
-        self._log.append((booking, -1))
+        self._log.append(booking)
         return booking
 
     def release(self, booking: Booking, from_s: float = -INF) -> None:
@@ -251,7 +317,8 @@ class Ledger:
         for begin, end, rate in kept:
             for stairs in booking.path:
                 stairs.add(begin, end, rate)
-        self._log.append((Booking(booking.path, kept, booking.start_s, booking.finish_s), 1))
+        undone = [(begin, end, -rate) for begin, end, rate in kept]
+        self._log.append(Booking(booking.path, undone, booking.start_s, booking.finish_s))
 
     # -- scratch plans
 
@@ -263,10 +330,10 @@ class Ledger:
         """Take back every booking and release since the mark."""
         log = self._log
         while len(log) > mark:
-            booking, sign = log.pop()
-            for from_s, to_s, rate in reversed(booking.pieces):
+            booking = log.pop()
+            for from_s, to_s, rate in booking.pieces:
                 for stairs in booking.path:
-                    stairs.add(from_s, to_s, rate if sign < 0 else -rate)
+                    stairs.add(from_s, to_s, rate)
 
     # -- time and change
 
@@ -274,6 +341,10 @@ class Ledger:
         """The past no longer matters; marks from before can't be undone any more."""
         self.now_s = now_s
         self._log.clear()
+
+    def change_network(self, network: Network) -> None:
+        """From now on new links follow this network; links in use change by `set_capacity`."""
+        self.network = network
 
     def set_capacity(self, link: Link, bytes_per_s: float) -> None:
         """A link became faster or slower. A residual below zero says that bookings must be moved off it."""
@@ -283,13 +354,152 @@ class Ledger:
         for index in range(len(stairs.residuals) - 1):
             stairs.residuals[index] += change
 
-    def links(self) -> Iterable[Staircase]:
+    def links(self) -> Iterator[Staircase]:
         """Every link touched so far."""
-        return self._stairs.values()
+        for doors in (*self._doors.values(), *self._racks.values()):
+            yield doors.up
+            yield doors.down
 
     def overbooked(self) -> list[Link]:
         """Links with a residual below zero, by name. Empty unless a capacity was lowered."""
-        return sorted(stairs.link for stairs in self._stairs.values() if min(stairs.residuals) < 0)
+        return sorted(stairs.link for stairs in self.links() if min(stairs.residuals) < 0)
+
+
+def _take_both(a: Staircase, b: Staircase, size_bytes: float, at_s: float, limit: float) -> list[Piece]:
+    """Walk and take at once over two links, as most transfers do; empty if it never ends.
+
+    The same as `walk` and `add`, with the steps of each link between start and finish rebuilt in one pass.
+    """
+    a_starts, a_residuals, b_starts, b_residuals = a.starts, a.residuals, b.starts, b.residuals
+    i = bisect_right(a_starts, at_s) - 1
+    j = bisect_right(b_starts, at_s) - 1
+    a_left, a_end = a_residuals[i], a_starts[i + 1]
+    b_left, b_end = b_residuals[j], b_starts[j + 1]
+    while a_left <= 0 or b_left <= 0:  # to the first moment both have something left
+        at_s = a_end if a_left <= 0 and (b_left > 0 or a_end > b_end) else b_end
+        if at_s == INF:
+            return []
+        while a_end <= at_s:
+            i += 1
+            a_left, a_end = a_residuals[i], a_starts[i + 1]
+        while b_end <= at_s:
+            j += 1
+            b_left, b_end = b_residuals[j], b_starts[j + 1]
+    rate = a_left if a_left < b_left else b_left
+    if rate > limit:
+        rate = limit
+    until = a_end if a_end < b_end else b_end
+    done_s = at_s + size_bytes / rate
+    if done_s <= until:  # one piece, as most are
+        if done_s <= at_s:
+            return []
+        _cut(a_starts, a_residuals, i, at_s, done_s, a_left - rate)
+        _cut(b_starts, b_residuals, j, at_s, done_s, b_left - rate)
+        return [(at_s, done_s, rate)]
+    left = size_bytes
+    a_first, b_first = i, j
+    a_new, a_rest = [at_s], [a_left - rate]
+    b_new, b_rest = [at_s], [b_left - rate]
+    pieces: list[Piece] = []
+    begin_s, going = at_s, rate  # the piece under way
+    while done_s > until:
+        left -= rate * (until - at_s)
+        at_s = until
+        if left <= NOTHING_BYTES:
+            done_s = at_s
+            break
+        if a_end <= at_s:
+            i += 1
+            a_left, a_end = a_residuals[i], a_starts[i + 1]
+        if b_end <= at_s:
+            j += 1
+            b_left, b_end = b_residuals[j], b_starts[j + 1]
+        rate = a_left if a_left < b_left else b_left
+        if rate > limit:
+            rate = limit
+        until = a_end if a_end < b_end else b_end
+        if rate > 0:
+            done_s = at_s + left / rate
+        elif until == INF:
+            return []
+        else:
+            rate, done_s = 0.0, INF
+        if rate != going:
+            if going:
+                pieces.append((begin_s, at_s, going))
+            begin_s, going = at_s, rate
+        rest = a_left - rate
+        if a_rest[-1] != rest:
+            a_new.append(at_s)
+            a_rest.append(rest)
+        rest = b_left - rate
+        if b_rest[-1] != rest:
+            b_new.append(at_s)
+            b_rest.append(rest)
+    if done_s > begin_s:
+        pieces.append((begin_s, done_s, going))
+    _rebuild(a_starts, a_residuals, a_first, i, a_new, a_rest, done_s)
+    _rebuild(b_starts, b_residuals, b_first, j, b_new, b_rest, done_s)
+    return pieces
+
+
+def _cut(
+    starts: list[float], residuals: list[float], step: int, at_s: float, done_s: float, rest: float
+) -> None:
+    """Lower or raise a stretch that lies within one step."""
+    goes_on = starts[step + 1] > done_s
+    level_after = not goes_on and starts[step + 1] != INF and residuals[step + 1] == rest
+    if starts[step] < at_s:
+        if goes_on:
+            starts[step + 1 : step + 1] = (at_s, done_s)
+            residuals[step + 1 : step + 1] = (rest, residuals[step])
+        elif level_after:
+            starts[step + 1] = at_s
+        else:
+            starts.insert(step + 1, at_s)
+            residuals.insert(step + 1, rest)
+    elif step and residuals[step - 1] == rest:  # level with the step before, which grows
+        if goes_on:
+            starts[step] = done_s
+        else:
+            after = step + 2 if level_after else step + 1
+            del starts[step:after], residuals[step:after]
+    elif goes_on:
+        starts.insert(step + 1, done_s)
+        residuals.insert(step, rest)
+    else:
+        residuals[step] = rest
+        if level_after:
+            del starts[step + 1], residuals[step + 1]
+
+
+def _rebuild(
+    starts: list[float],
+    residuals: list[float],
+    first: int,
+    last: int,
+    new: list[float],
+    rest: list[float],
+    done_s: float,
+) -> None:
+    """Replace steps `first` to `last` by the part before, the new steps, and the part after `done_s`."""
+    after = residuals[last]
+    if starts[last + 1] > done_s:  # the last step goes on as it was
+        if after != rest[-1]:
+            new.append(done_s)
+            rest.append(after)
+    elif starts[last + 1] != INF and residuals[last + 1] == rest[-1]:
+        last += 1  # the step after is level with the last new one
+    if starts[first] < new[0]:  # the first step begins as it was
+        if residuals[first] == rest[0]:
+            new[0] = starts[first]
+        else:
+            first += 1
+    elif first and residuals[first - 1] == rest[0]:
+        first -= 1
+        new[0] = starts[first]
+    starts[first : last + 1] = new
+    residuals[first : last + 1] = rest
 
 
 def _extend(pieces: list[Piece], from_s: float, to_s: float, rate: float) -> None:

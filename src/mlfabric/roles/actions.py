@@ -139,6 +139,13 @@ class SnapshotShard(Action, frozen=True):
     for_replica: bool = False  # divergence is measured against it too while it is on its way
 
 
+class DumpShard(Action, frozen=True):
+    """Keep a copy of the shard's weights under this label, where the node keeps files."""
+
+    shard: int
+    label: str
+
+
 class MarkReplicaImage(Action, frozen=True):
     """The replica now holds what this snapshot holds; None: there is no replica to compare with."""
 

@@ -36,16 +36,20 @@ from mlfabric.messages import (
 from mlfabric.plan.planner import plan_updates
 from mlfabric.plan.values import Group, JobState, Offer, Placed, Plan, Reserved, Shard
 from mlfabric.roles.actions import Action, Note, Send
+from mlfabric.roles.release import (
+    MAX_RATE,
+    at_full_rate,
+    due_prefix,
+    host_of,
+    lookahead,
+    node_on,
+    remainder,
+)
 from mlfabric.topology import Network
 
 # Offers that come within this time are planned together.
 BATCH_S = 0.002
-# What is planned to start within this share of its own duration (plus a little) is let go now.
-LOOKAHEAD = 0.25
-LOOKAHEAD_S = 0.005
 # How much longer than planned a group may gather and an update may stay away before it is given up.
-# Inside a host a plan's rate is infinite; messages carry finite numbers.
-MAX_RATE = 1e12
 PATIENCE = 2.0
 PATIENCE_S = 1.0
 
@@ -229,7 +233,7 @@ class OrderBook:
         """What is under way for this job, as far as it should still be."""
         held: list[_GrantedPart | _Gathering] = list(self._groups.values())
         held += [part for granted in self._granted.values() for part in granted.parts.values()]
-        return [_remainder(each.reserved, each.finish_s, now) for each in held]
+        return [remainder(each.reserved, each.finish_s, now) for each in held]
 
     def plan(
         self, network: Network, others: list[Reserved], members: Mapping[str, MemberInfo], now: float
@@ -242,16 +246,22 @@ class OrderBook:
         if not self._decidable():
             return actions
         state, offers = self._situation(network, members, workers, bound)
-        plan = plan_updates(network, [*others, *self.reserved(now)], state, offers, now)
+        plan = at_full_rate(
+            plan_updates(network, [*others, *self.reserved(now)], state, offers, 0.0),
+            now,
+            network,
+            {offer.update: offer.host for offer in offers},
+            {shard.index: shard.server for shard in state.shards},
+        )
         for drop in plan.drops:
             actions += self._drop(drop.update, drop.reason)
-        released = _due_prefix(plan, now)
+        released = due_prefix(plan, now)
         if released:
             actions += self._release(plan, released, members, bound, now)
         rest = plan.placed[len(released) :]
         if rest:
             starts = [
-                part.start_s - _lookahead(part.finish_s - part.start_s) for p in rest for part in p.parts
+                part.start_s - lookahead(part.finish_s - part.start_s) for p in rest for part in p.parts
             ]
             self._plan_soon(max(min(starts), now + BATCH_S))
         return actions
@@ -292,7 +302,7 @@ class OrderBook:
             Shard(
                 index=index,
                 server=members[book.range.leader].host,
-                replica=_host_of(book.range.replica, members),
+                replica=host_of(book.range.replica, members),
                 share=book.range.count / self._elements,
             )
             for index, book in sorted(self.shards.items())
@@ -385,7 +395,7 @@ class OrderBook:
         group = gathered.planned
         if gathered.book is None:
             self._next_group += 1
-            node = _node_on(group.aggregator, members, member.worker)
+            node = node_on(group.aggregator, members, member.worker)
             server = members[self.shards[group.shard].range.leader].host
             gathered.book = _Gathering(
                 group=f"{self.job}.g{self._next_group}",
@@ -625,45 +635,3 @@ class OrderBook:
                 assert any(part.group == name for part in granted.parts.values()), (
                     f"{update} is not in {name}"
                 )
-
-
-def _remainder(reserved: Reserved, finish_s: float, now: float) -> Reserved:
-    """What should be left of a transfer by now; one that is overdue may still need a little."""
-    planned = reserved.remaining_bytes
-    left = min(max((finish_s - now) * reserved.rate_bytes_per_s, 0.02 * planned), planned)
-    return Reserved(reserved.source, reserved.target, left, reserved.rate_bytes_per_s)
-
-
-def _host_of(node: str | None, members: Mapping[str, MemberInfo]) -> str | None:
-    return members[node].host if node is not None and node in members else None
-
-
-def _lookahead(duration_s: float) -> float:
-    return LOOKAHEAD * duration_s + LOOKAHEAD_S
-
-
-def _due_prefix(plan: Plan, now: float) -> tuple[Placed, ...]:
-    """The first part of the order that has to start now, with whole groups."""
-    last = -1
-    for index, placed in enumerate(plan.placed):
-        if any(part.start_s <= now + _lookahead(part.finish_s - part.start_s) for part in placed.parts):
-            last = index
-    changed = True
-    while changed:
-        inside = {part.group for placed in plan.placed[: last + 1] for part in placed.parts if part.group}
-        furthest = max(
-            (i for i, placed in enumerate(plan.placed) if any(part.group in inside for part in placed.parts)),
-            default=last,
-        )
-        changed = furthest > last
-        last = max(last, furthest)
-    return plan.placed[: last + 1]
-
-
-def _node_on(host: str, members: Mapping[str, MemberInfo], worker: str) -> str:
-    """The node that sums on this host: the worker itself where it lives there, else the first by name."""
-    if members[worker].host == host:
-        return worker
-    return min(
-        name for name, member in members.items() if member.host == host and "aggregator" in member.roles
-    )

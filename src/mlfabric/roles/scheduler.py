@@ -12,6 +12,7 @@ import msgspec
 
 from mlfabric.events import DeadlinePassed, Event, MessageReceived, PeerLost
 from mlfabric.messages import (
+    LEFT,
     AppliedReport,
     ArraySpec,
     ControlMessage,
@@ -56,13 +57,12 @@ from mlfabric.messages import (
 from mlfabric.plan.values import Reserved
 from mlfabric.roles.actions import Action, Note, SchedulerSettings, Send
 from mlfabric.roles.applied import AppliedSet
-from mlfabric.roles.orderbook import MAX_RATE, OrderBook, ShardBook
+from mlfabric.roles.orderbook import OrderBook, ShardBook
+from mlfabric.roles.release import MAX_RATE
 from mlfabric.topology import Host, Network
 
 # A replica is brought up to date in spare time once it has used up this share of its bound.
 SPARE_SHARE = 0.5
-# Why a node is gone that said good-bye.
-LEFT = "it left"
 # Those who wait for an all-reduce hear whom they wait for this often.
 PENDING_S = 1.0
 
@@ -139,7 +139,7 @@ class Scheduler:
             case Join():
                 return self._join(message, now)
             case Leave():
-                return self._lost(sender, LEFT, now)
+                return [Send(sender, "member", NodeLost(sender, LEFT)), *self._lost(sender, LEFT, now)]
             case Heartbeat(sent_s=sent):
                 return [Send(sender, "member", HeartbeatSeen(sent, now))]
         job = self._job_of(sender)
@@ -367,7 +367,7 @@ class Scheduler:
         assert job.book is not None
         ranges = tuple(shard.range for _, shard in sorted(job.book.shards.items()))
         wanted = job.published
-        return JobReady(ranges, wanted.arrays, wanted.rule, wanted.settings, wanted.dtype)
+        return JobReady(ranges, wanted.arrays, wanted.rule, wanted.settings, wanted.dtype, wanted.version)
 
     # --- fail-over --------------------------------------------------------------------------------------
 

@@ -52,6 +52,7 @@ from mlfabric.roles.actions import (
     Action,
     CommitStep,
     CreateShard,
+    DumpShard,
     FillShard,
     FreeBuffer,
     MeasureStep,
@@ -143,7 +144,7 @@ class Server:
 
     def begin(self) -> list[Action]:
         if self._settings.promoted:
-            return []
+            return [DumpShard(self._shard, "promoted")]
         return [CreateShard(self._settings.shard, self._settings.rule, self._settings.dtype)]
 
     def handle(self, event: Event, now: float) -> list[Action]:

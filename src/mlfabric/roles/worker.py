@@ -217,7 +217,7 @@ class Worker:
         publishing = self._publish is not None
         self._shards = {shard.index: shard for shard in message.shards}
         if not self._bases:
-            self._bases = tuple(Version(0, 0) for _ in message.shards)
+            self._bases = tuple(Version(0, message.version) for _ in message.shards)
         ready = JobBecameReady(message.arrays, message.shards, message.settings, message.rule)
         return [*self._forget_publish(), ready, *([ResolvePublish()] if publishing else [])]
 

@@ -26,6 +26,7 @@ from mlfabric.errors import ConnectError, FabricError
 from mlfabric.eventlog import LogSink
 from mlfabric.events import Event
 from mlfabric.messages import (
+    LEFT,
     ControlMessage,
     HeartbeatSeen,
     Join,
@@ -55,6 +56,7 @@ logger = logging.getLogger("mlfabric")
 
 HANDSHAKE_S = 5.0
 CONNECT_S = 5.0
+LEAVE_S = 0.5  # after one connection of a peer has ended, the others may carry what was under way
 MAX_STRANGERS = 64  # connections that have not proved themselves yet
 OFFSET_SAMPLES = 16
 
@@ -100,9 +102,11 @@ class Engine:
         self._connections: set[Connection] = set()
         self._out: dict[tuple[str, Purpose], Connection] = {}
         self._sending: dict[str, Connection] = {}  # transfer -> connection
+        self._leaving: dict[str, tuple[float, str]] = {}  # a connection of theirs ended: (until, reason)
         self._streams = 0
         self._stopping = False
         self._linger_until: float | None = None
+        self._said_goodbye = False
         self._thread = threading.Thread(target=self._main, name=f"mlfabric-{name}", daemon=True)
         self._listener = self._listen(listen)
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -129,7 +133,7 @@ class Engine:
         self._thread.start()
 
     def stop(self, linger_s: float = 1.0) -> None:
-        """Send what is queued, for a short while at most, then close everything and end the thread."""
+        """Wait for the scheduler's good-bye, for a short while at most, then close everything."""
         self.call(lambda: self._begin_stop(linger_s))
         if threading.current_thread() is not self._thread:
             self._thread.join(linger_s + 5.0)
@@ -164,6 +168,7 @@ class Engine:
             self.client.resolve(FailJob(f"the engine of {self.name} failed: {error!r}"))
         finally:
             self._close_all()
+            self.client.resolve(FailJob(f"{self.name} has left the fabric"))
 
     def _turn(self) -> None:
         for key, mask in self._selector.select(self._patience()):
@@ -191,7 +196,7 @@ class Engine:
         at = self.node.next_deadline()
         if at is not None:
             waits.append(at - self.now())
-        if self._linger_until is not None:
+        if self._linger_until is not None or self._leaving:
             waits.append(0.01)
         return max(min(waits), 0.0)
 
@@ -207,9 +212,12 @@ class Engine:
         late = [c for c in self._connections if c.deadline_s is not None and now >= c.deadline_s]
         for connection in late:
             self._lose(connection, "no handshake in time" if connection.connected else "no answer")
+        for peer, (until, reason) in list(self._leaving.items()):
+            if now >= until:
+                self._peer_down(peer, reason)
         if self._linger_until is not None:
             quiet = not any(c.wants_write() for c in self._connections)
-            if quiet or now >= self._linger_until:
+            if (quiet and self._said_goodbye) or now >= self._linger_until:
                 self._stopping = True
 
     def _close_all(self) -> None:
@@ -318,14 +326,20 @@ class Engine:
         self._lose(connection, reason)
 
     def _lose(self, connection: Connection, reason: str) -> None:
-        """A connection is gone. One that had proved itself takes its peer with it."""
+        """A connection is gone. Its peer is gone with the last one; others may still carry bytes."""
         if connection not in self._connections:
             return
         known = connection.ready or connection.outbound
         passing = connection.purpose is Purpose.PROBE
         self._drop(connection)
-        if known and not passing and connection.peer:
-            self._peer_down(connection.peer, reason)
+        peer = connection.peer
+        if not known or passing or not peer:
+            return
+        self._fail_transfers(connection, reason)
+        if any(other.peer == peer for other in self._connections):
+            self._leaving.setdefault(peer, (time.monotonic() + LEAVE_S, reason))
+        else:
+            self._peer_down(peer, reason)
 
     def _drop(self, connection: Connection) -> None:
         self._connections.discard(connection)
@@ -336,16 +350,18 @@ class Engine:
                 del self._out[key]
 
     def _peer_down(self, peer: str, reason: str) -> None:
-        broken: list[str] = []
+        self._leaving.pop(peer, None)
         for connection in [c for c in self._connections if c.peer == peer]:
-            broken += [sending.transfer for sending in connection.sendings]
-            broken += [receiving.transfer for receiving in connection.receiving.values()]
             self._drop(connection)
-        broken += [t for t, c in self._sending.items() if c.peer == peer]
-        for transfer in dict.fromkeys(broken):
-            self._sending.pop(transfer, None)
-            self.node.transfer_failed(transfer, f"{peer}: {reason}")
+            self._fail_transfers(connection, reason)
         self.node.peer_lost(peer, reason)
+
+    def _fail_transfers(self, connection: Connection, reason: str) -> None:
+        broken = [sending.transfer for sending in connection.sendings if not sending.aborted]
+        broken += [receiving.transfer for receiving in connection.receiving.values()]
+        for transfer in broken:
+            self._sending.pop(transfer, None)
+            self.node.transfer_failed(transfer, f"{connection.peer}: {reason}")
 
     # --- frames -----------------------------------------------------------------------------------------
 
@@ -463,7 +479,9 @@ class Engine:
             case HeartbeatSeen(sent_s=sent, seen_s=seen):
                 now = self.now()
                 self._offsets.append((now - sent, seen - (sent + now) / 2))
-            case NodeLost(node=node, reason=reason):
+            case NodeLost(node=node) if node == self.name:
+                self._said_goodbye = True  # the scheduler knows that we leave
+            case NodeLost(node=node, reason=reason) if reason != LEFT:
                 self.call(lambda: self._peer_down(node, reason))
 
     def resolve(self, action: Action) -> None:

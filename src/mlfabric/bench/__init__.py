@@ -1,0 +1,1 @@
+"""Benchmarks of the library's own parts, on instances that follow from a seed."""

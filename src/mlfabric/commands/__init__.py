@@ -1,0 +1,1 @@
+"""The commands of `mlfabric`, one module each; they parse and print, the library does the work."""

@@ -1,0 +1,166 @@
+"""`mlfabric plan`: the plan for a written-down situation, as a table and a small chart in the terminal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from mlfabric import scenario as scenarios
+from mlfabric.commands.output import console, print_json
+from mlfabric.errors import ScenarioError
+from mlfabric.plan.planner import plan_updates
+from mlfabric.plan.values import JobState, Offer, Plan, Shard
+from mlfabric.scenario import JobSpec, Scenario
+from mlfabric.units import format_rate, format_size, format_time, wire_rate
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+MOST_CHART_COLUMNS = 80
+
+
+@app.command()
+def plan(
+    scenario: Annotated[Path, typer.Argument(help="a scenario file (TOML)")],
+    explain: Annotated[bool, typer.Option("--explain", help="give each entry's reason and a chart")] = False,
+    job: Annotated[str, typer.Option("--job", help="which job of the scenario")] = "",
+    policy: Annotated[str, typer.Option("--policy", help="order by another policy")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Show what the planner would do with the updates that wait in a scenario."""
+    written = scenarios.load(scenario)
+    spec = written.job(job or None)
+    state, offers = situation(written, spec, policy)
+    planned = plan_updates(written.planned_network(), (), state, offers, 0.0)
+    if as_json:
+        print_json(planned)
+        return
+    _print_plan(planned, state, offers, explain)
+
+
+def situation(written: Scenario, spec: JobSpec, policy: str = "") -> tuple[JobState, list[Offer]]:
+    """The planner's input that a scenario describes; without offers in it, every worker has one."""
+    places = written.places(spec)
+    size = written.size_bytes(spec)
+    workers = len(places.workers)
+    if not places.servers:
+        raise ScenarioError(f"job {spec.name} has no server; give 'servers' at least one host")
+    now = written.situation.version
+    described = [o for o in written.offers if o.job is None or o.job == spec.name]
+    offers = [
+        Offer(f"{o.worker}#{i}", o.worker, o.worker, int(o.size or size), o.version, o.norm, i, job=spec.name)
+        for i, o in enumerate(described)
+    ] or [Offer(f"{w}#0", w, w, size, now, 1.0, i, job=spec.name) for i, w in enumerate(places.workers)]
+    bound = spec.max_delay
+    if bound == "auto":
+        bound = 2 * workers * spec.in_flight
+    replicas = places.replicas or (None,)
+    shards = tuple(
+        Shard(i, server, replicas[i % len(replicas)], 1 / len(places.servers))
+        for i, server in enumerate(places.servers)
+    )
+    state = JobState(
+        name=spec.name,
+        placed_version=now,
+        max_delay=bound if isinstance(bound, int) else None,
+        concurrency=max(workers * spec.in_flight, 1),
+        shards=shards,
+        aggregators=places.aggregators,
+        policy=policy or spec.policy,
+        weight=spec.weight,
+    )
+    return state, offers
+
+
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    label: str
+    start_s: float
+    finish_s: float
+    style: str
+
+
+def _print_plan(planned: Plan, state: JobState, offers: list[Offer], explain: bool) -> None:
+    out = console()
+    bound = "no delay bound" if state.max_delay is None else f"delay bound {state.max_delay}"
+    last = max((placed.finish_s for placed in planned.placed), default=0.0)
+    out.print(
+        f"Job {state.name}: {len(offers)} updates wait, version {state.placed_version}, {bound}, "
+        f"policy {state.policy}. {len(planned.placed)} placed, {len(planned.drops)} dropped, "
+        f"{len(planned.groups)} groups; all there in {format_time(last)}."
+    )
+    sizes = {offer.update: offer.size_bytes for offer in offers}
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("place", "update", "size", "way", "rate", "start", "there", "delay", "weight"):
+        table.add_column(column, justify="left" if column in ("update", "way") else "right")
+    for placed in planned.placed:
+        first = min(placed.parts, key=lambda part: part.start_s)
+        ways = ", ".join(
+            f"via {part.target} to {state.shards[part.shard].server}" if part.group else f"to {part.target}"
+            for part in placed.parts
+        )
+        row = [
+            str(placed.position),
+            placed.update,
+            format_size(sizes[placed.update]),
+            ways,
+            "local" if first.rate_bytes_per_s > 1e11 else format_rate(wire_rate(first.rate_bytes_per_s)),
+            format_time(first.start_s),
+            format_time(placed.finish_s),
+            str(placed.delay_updates),
+            f"{placed.weight:.3g}",
+        ]
+        table.add_row(*row)
+    for drop in planned.drops:
+        row = ["-", drop.update, format_size(sizes[drop.update]), "dropped", "", "", "", "", ""]
+        table.add_row(*row, style="red")
+    out.print(table)
+    if not explain:
+        return
+    reasons = Table(box=None, pad_edge=False, header_style="bold")
+    reasons.add_column("what")
+    reasons.add_column("why")
+    for placed in planned.placed:
+        reasons.add_row(placed.update, placed.reason)
+    for drop in planned.drops:
+        reasons.add_row(drop.update, f"dropped: {drop.reason}", style="red")
+    for group in planned.groups:
+        reasons.add_row(f"sum at {group.aggregator}", f"{', '.join(group.members)}: {group.reason}")
+    out.print()
+    out.print(reasons)
+    out.print()
+    out.print(_chart(planned, state, last, out.width))
+
+
+def _chart(planned: Plan, state: JobState, last_s: float, screen_columns: int) -> Text:
+    """When each transfer runs: direct ones and members of groups, then the sums."""
+    bars = [
+        _Bar(
+            f"{placed.update} -> {part.target}",
+            part.start_s,
+            part.finish_s,
+            "cyan" if part.group else "green",
+        )
+        for placed in planned.placed
+        for part in placed.parts
+    ]
+    bars += [
+        _Bar(f"sum at {g.aggregator} -> {state.shards[g.shard].server}", g.start_s, g.finish_s, "yellow")
+        for g in planned.groups
+    ]
+    width = max((len(bar.label) for bar in bars), default=0)
+    columns = max(min(screen_columns - width - 4, MOST_CHART_COLUMNS), 10)
+    text = Text(no_wrap=True)
+    for bar in bars:
+        begin = round(bar.start_s / last_s * columns) if last_s else 0
+        end = max(round(bar.finish_s / last_s * columns), begin + 1) if last_s else 1
+        text.append(f"{bar.label:<{width}} |")
+        text.append(" " * begin + "█" * (end - begin), style=bar.style)
+        text.append(" " * (columns - end) + "|\n")
+    scale = f"0{format_time(last_s):>{columns - 1}}"
+    text.append(" " * (width + 2) + scale + "\n")
+    text.append(" " * (width + 2) + "green: direct, cyan: to an aggregator, yellow: the sum\n", style="dim")
+    return text

@@ -1,0 +1,301 @@
+"""The shape of a plan's transfers, and its layout on the ledger.
+
+What reaches the servers is a list of nodes, in order. A node is
+
+- a number: that update, sent straight from its worker;
+- a `Gather`: nodes sent to one host per shard, which forwards their sum once all are there; its children may
+  be gathers themselves, so levels are just depth;
+- a `Chain`: updates handed from host to host, each adding its own chunk by chunk as it passes, so that j
+  hosts of like speed take the time of one transfer and j - 1 chunks.
+
+`lay_out` turns a list of nodes into bookings. It decides nothing; the search (`grouping.py`, `chains.py`)
+compares lists of nodes by laying them out and undoing it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple, Union
+
+from mlfabric.plan.reservation import INF, Booking, Ledger, Path, snap_rate
+
+
+class Cargo(NamedTuple):
+    """What is to be moved, by place in the order, and to whom."""
+
+    hosts: Sequence[str]
+    parts: Sequence[Sequence[int]]  # bytes, by update and shard
+    servers: Sequence[str]  # host, by shard
+    aggregators: frozenset[str] = frozenset()  # hosts that may sum
+    last_counts: bool = False  # cost: the last completion instead of the mean
+    limit: float = INF  # bytes per second that one transfer may take
+    deadlines: Sequence[int] = ()  # last position of each update; empty: no bound
+    chunk_bytes: int | None = None  # chains may forward chunks of this size
+    levels: int = 1  # of gathers
+
+    def meets_deadlines(self, nodes: Iterable[Node]) -> bool:
+        """Is there an order of the nodes in which every member is in time? The most urgent first tells."""
+        if not self.deadlines:
+            return True
+        limits = sorted(
+            (last_position(members, self.deadlines), len(members)) for members in map(members_of, nodes)
+        )
+        position = -1
+        for last, count in limits:
+            position += count
+            if position > last:
+                return False
+        return True
+
+
+class Gather(NamedTuple):
+    """Nodes summed at one host per shard."""
+
+    children: tuple[Node, ...]
+    at: tuple[str, ...]
+
+
+class Chain(NamedTuple):
+    """Updates summed on the way from host to host; for each shard the order in which they pass."""
+
+    orders: tuple[tuple[int, ...], ...]
+
+
+Node = Union[int, Gather, Chain]  # noqa: UP007 - Gather and Chain refer to it before they exist
+
+
+def members_of(node: Node) -> tuple[int, ...]:
+    """The updates in a node, in order."""
+    if isinstance(node, int):
+        return (node,)
+    if isinstance(node, Chain):
+        return tuple(sorted(node.orders[0]))
+    return tuple(index for child in node.children for index in members_of(child))
+
+
+def last_position(members: Sequence[int], deadlines: Sequence[int]) -> int:
+    """The last position a message's last member may have, its members applied by deadline."""
+    if len(members) == 1:
+        return deadlines[members[0]]
+    return min(
+        deadline + len(members) - 1 - k for k, deadline in enumerate(sorted(deadlines[i] for i in members))
+    )
+
+
+class Sum(NamedTuple):
+    """One shard's sum on its way to the server or to the gather above."""
+
+    tag: str
+    parent: str | None
+    shard: int
+    aggregator: str
+    target: str
+    members: tuple[int, ...]
+    ready_s: float
+    booking: Booking
+    size_bytes: int
+    chain: tuple[str, ...] = ()
+
+
+class Sent(NamedTuple):
+    """One update's first transfers: by shard where to and what is booked; the group it goes into."""
+
+    targets: Sequence[str]
+    bookings: Sequence[Booking]
+    tag: str | None
+
+
+class Layout(NamedTuple):
+    """A plan of transfers on the ledger."""
+
+    nodes: Sequence[Node]
+    sent: dict[int, Sent]
+    sums: list[Sum]
+    finishes: dict[int, float]  # by update: when the last shard's server has it
+
+    def cost(self, last_counts: bool) -> float:
+        if last_counts:
+            return max(self.finishes.values())
+        return sum(self.finishes.values()) / len(self.finishes)
+
+
+def empty_layout(nodes: Sequence[Node] = ()) -> Layout:
+    return Layout(nodes, {}, [], {})
+
+
+def lay_out(ledger: Ledger, cargo: Cargo, nodes: Sequence[Node], now_s: float) -> Layout:
+    """Reserve the transfers of the nodes, in order."""
+    layout = empty_layout(nodes)
+    for number, node in enumerate(nodes):
+        deliver(ledger, cargo, layout, node, number, now_s)
+    return layout
+
+
+def deliver(ledger: Ledger, cargo: Cargo, layout: Layout, node: Node, number: int, now_s: float) -> None:
+    """Reserve everything that brings one node to the servers."""
+    bookings = send(ledger, cargo, layout, node, cargo.servers, f"g{number}", None, now_s)
+    finish_s = max(booking.finish_s for booking in bookings)
+    for index in members_of(node):
+        layout.finishes[index] = finish_s
+
+
+def send(
+    ledger: Ledger,
+    cargo: Cargo,
+    layout: Layout,
+    node: Node,
+    targets: Sequence[str],
+    tag: str,
+    parent: str | None,
+    now_s: float,
+) -> Sequence[Booking]:
+    """Reserve what brings a node to `targets`, one host per shard; the last transfer of each shard."""
+    if isinstance(node, int):
+        sent = send_update(ledger, cargo, node, targets, parent, now_s)
+        layout.sent[node] = sent
+        return sent.bookings
+    if isinstance(node, Chain):
+        return _send_chain(ledger, cargo, layout, node, targets, tag, parent, now_s)
+    arrivals = [
+        send(ledger, cargo, layout, child, node.at, f"{tag}-{k}", tag, now_s)
+        for k, child in enumerate(node.children)
+    ]
+    return forward(ledger, cargo, layout, node, arrivals, targets, tag, parent)
+
+
+def send_update(
+    ledger: Ledger, cargo: Cargo, index: int, targets: Sequence[str], tag: str | None, now_s: float
+) -> Sent:
+    """Reserve an update's parts from its worker to the targets."""
+    sizes = cargo.parts[index]
+    order = rotation(len(sizes), index)
+    bookings = ledger.reserve_parts(cargo.hosts[index], targets, sizes, order, now_s, cargo.limit)
+    return Sent(targets, bookings, tag)
+
+
+def forward(
+    ledger: Ledger,
+    cargo: Cargo,
+    layout: Layout,
+    node: Gather,
+    arrivals: Sequence[Sequence[Booking]],
+    targets: Sequence[str],
+    tag: str,
+    parent: str | None,
+) -> list[Booking]:
+    """Reserve a gather's sums from their hosts to the targets, each once its last child is there."""
+    members = members_of(node)
+    sizes = list(map(max, zip(*(cargo.parts[index] for index in members), strict=True)))
+    bookings: list[Booking] = [None] * len(targets)  # type: ignore[list-item]
+    for shard in rotation(len(targets), members[0]):
+        at, target = node.at[shard], targets[shard]
+        ready_s = max([arrival[shard].finish_s for arrival in arrivals])
+        booking = ledger.reserve(ledger.path(at, target), sizes[shard], ready_s, cargo.limit)
+        layout.sums.append(Sum(tag, parent, shard, at, target, members, ready_s, booking, sizes[shard]))
+        bookings[shard] = booking
+    return bookings
+
+
+_ROTATIONS: dict[int, list[tuple[int, ...]]] = {
+    count: [(*range(turn, count), *range(turn)) for turn in range(count)] for count in range(1, 17)
+}
+
+
+def rotation(count: int, index: int) -> tuple[int, ...]:
+    """Shards in the order an update's parts are sent: rotated, or all would queue at the same server."""
+    known = _ROTATIONS.get(count)
+    if known is not None:
+        return known[index % count]
+    turn = index % count
+    return (*range(turn, count), *range(turn))
+
+
+# -- chains
+
+
+def _send_chain(
+    ledger: Ledger,
+    cargo: Cargo,
+    layout: Layout,
+    node: Chain,
+    targets: Sequence[str],
+    tag: str,
+    parent: str | None,
+    now_s: float,
+) -> list[Booking]:
+    assert cargo.chunk_bytes is not None
+    members = members_of(node)
+    steps: dict[int, list[tuple[str, Booking]]] = {index: [] for index in members}
+    bookings = []
+    for shard, order in enumerate(node.orders):
+        hosts = tuple(cargo.hosts[index] for index in order)
+        size = max(cargo.parts[index][shard] for index in order)
+        stops = (*hosts, targets[shard])
+        paths = [ledger.path(here, there) for here, there in pairwise(stops)]
+        hops = _reserve_hops(ledger, paths, size, min(cargo.chunk_bytes, size), cargo.limit, now_s)
+        for index, there, hop in zip(order, stops[1:], hops, strict=True):
+            steps[index].append((there, hop))
+        ready_s = max(hops[-1].start_s, hops[-2].start_s) if len(hops) > 1 else hops[-1].start_s
+        layout.sums.append(
+            Sum(tag, parent, shard, hosts[-1], targets[shard], order, ready_s, hops[-1], size, hosts)
+        )
+        bookings.append(hops[-1])
+    for index, hopped in steps.items():
+        layout.sent[index] = Sent([there for there, _ in hopped], [hop for _, hop in hopped], tag)
+    return bookings
+
+
+def _reserve_hops(
+    ledger: Ledger, paths: Sequence[Path], size_bytes: int, chunk_bytes: int, limit: float, now_s: float
+) -> list[Booking]:
+    """Every hop at the same rate, each a chunk behind the one before, as early as all of them fit."""
+    widest = snap_rate(min([limit, *(stairs.capacity for path in paths for stairs in path)]))
+    if widest == INF:
+        return [ledger.hold((), INF, now_s, now_s) for _ in paths]
+    best: tuple[float, float, float] | None = None
+    for rate in (widest, snap_rate(widest * 0.5)):
+        if rate <= 0:
+            continue
+        start_s = _fit_hops(ledger, paths, rate, size_bytes / rate, chunk_bytes / rate, now_s)
+        finish_s = start_s + (size_bytes + (len(paths) - 1) * chunk_bytes) / rate
+        if best is None or finish_s < best[0]:
+            best = (finish_s, start_s, rate)
+    if best is None or best[0] == INF:
+        raise ValueError("no chain ends over a dead link")
+    _, start_s, rate = best
+    hops = []
+    for k, path in enumerate(paths):
+        begin_s = start_s + k * (chunk_bytes / rate)
+        hops.append(ledger.hold(path, rate, begin_s, begin_s + size_bytes / rate))
+    return hops
+
+
+def _fit_hops(
+    ledger: Ledger, paths: Sequence[Path], rate: float, lasts_s: float, lag_s: float, now_s: float
+) -> float:
+    """The earliest start from which every hop, each `lag_s` after the one before, finds `rate` free."""
+    start_s = now_s
+    moved = True
+    while moved:
+        moved = False
+        for k, path in enumerate(paths):
+            begin_s = start_s + k * lag_s
+            free_s = ledger.fit(path, rate, lasts_s, begin_s)
+            if free_s == INF:
+                return INF
+            if free_s > begin_s:
+                moved = True
+                start_s = free_s - k * lag_s
+                while start_s + k * lag_s < free_s:
+                    start_s += math.ulp(free_s)
+    return start_s
+
+
+def walk_nodes(nodes: Iterable[Node]) -> Iterator[Node]:
+    """Every node, parents before children."""
+    for node in nodes:
+        yield node
+        if isinstance(node, Gather):
+            yield from walk_nodes(node.children)

@@ -1,0 +1,77 @@
+"""Under torchrun's variables join() needs no argument; rank 0 embeds the scheduler."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlfabric.api import ALL_ROLES, join_with
+from mlfabric.config import from_environment
+from mlfabric.errors import FabricError
+
+
+def variables(rank: int, size: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "run7",
+    }
+
+
+def free_pair() -> int:
+    """A port whose successor is free: torchrun's store has the first."""
+    with socket.socket() as first:
+        first.bind(("127.0.0.1", 0))
+        port: int = first.getsockname()[1]
+    return port - 1
+
+
+def test_ranks_find_each_other_by_torchruns_variables() -> None:
+    port = free_pair()
+    sums: dict[int, Any] = {}
+
+    def rank(index: int) -> None:
+        settings = from_environment(environment=variables(index, 3, port))
+        with join_with(settings, ALL_ROLES) as fabric:
+            array = np.full(10, float(index))
+            fabric.all_reduce(array, timeout=30)
+            sums[index] = array.copy()
+            fabric.all_reduce(array, timeout=30)  # nobody leaves before all have their sum
+
+    threads = [threading.Thread(target=rank, args=(index,), daemon=True) for index in (2, 1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(sums) == [0, 1, 2]
+    assert all(array.tolist() == [3.0] * 10 for array in sums.values())
+
+
+def test_variables_give_names_job_and_who_embeds_the_scheduler() -> None:
+    first = from_environment(environment=variables(0, 4, 29500))
+    second = from_environment(environment=variables(1, 4, 29500))
+    assert (first.name, first.job, first.expected) == ("rank0", "run7", 4)
+    assert first.embed_scheduler
+    assert not second.embed_scheduler
+    assert first.scheduler == second.scheduler == ("127.0.0.1", 29501)
+
+
+def test_arguments_win_over_variables() -> None:
+    env = {**variables(1, 4, 29500), "MLFABRIC_SCHEDULER": "10.0.0.9:7000", "MLFABRIC_NAME": "named"}
+    assert from_environment(environment=env).scheduler == ("10.0.0.9", 7000)
+    assert from_environment("10.0.0.1:7070", name="given", environment=env).name == "given"
+    assert from_environment("10.0.0.1:7070", environment=env).scheduler == ("10.0.0.1", 7070)
+
+
+def test_without_any_word_where_to_go_join_says_what_it_needs() -> None:
+    with pytest.raises(FabricError, match="needs the scheduler's address"):
+        from_environment(environment={})
+    with pytest.raises(FabricError, match="RANK is 'x', not a whole number"):
+        from_environment(environment={**variables(0, 2, 1), "RANK": "x"})
