@@ -30,11 +30,9 @@ SHELLS = {
     "api": "waits for the engine",
     "client": "its calls come from several threads",
     "config": "asks for the host's name",
-    "cli": "a shell",
-    "lab": "a shell",
-    "torch": "a shell",
-    "observe": "a shell",
-    "demo": "a shell",
+    "commands": "the command line",
+    "demo": "a program of its own",
+    "lab": "real hosts and processes",
 }
 SHELL_ONLY = frozenset({"socket", "selectors", "threading"})
 
