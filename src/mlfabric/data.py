@@ -72,7 +72,7 @@ class ArrayData:
         if dtype not in WIRE_DTYPES:
             raise FabricError(f"a transfer of {dtype!r} can't be taken")
         kind = np.dtype(dtype)
-        if size_bytes % kind.itemsize:
+        if size_bytes < 0 or size_bytes % kind.itemsize:
             raise FabricError(f"a transfer of {size_bytes} bytes is no whole number of {dtype}")
         count = size_bytes // kind.itemsize
         if start is not None:

@@ -66,7 +66,7 @@ def _lines(path: Path) -> Iterator[LogRecord]:
                     return  # a process was killed while it wrote
                 try:
                     yield decoder.decode(line)
-                except msgspec.DecodeError:
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                     raise FabricError(f"{path}:{number}: not a line of an event log") from None
     except OSError as error:
         raise FabricError(f"can't read the event log {path}: {error.strerror}") from None

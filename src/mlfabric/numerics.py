@@ -84,6 +84,9 @@ class Layout:
                 raise ShapeMismatch(
                     f"array {name!r} has shape {list(shape)}, the published model has {list(spec.shape)}"
                 )
+            given = np.asarray(arrays[name]).dtype
+            if given.kind not in "fiub":
+                raise ShapeMismatch(f"array {name!r} is of {given}, not of real numbers")
 
 
 class Rule(Protocol):

@@ -20,6 +20,7 @@ from typing import Any, Final, Literal, TypeVar
 import msgspec
 
 from mlfabric.errors import ScenarioError
+from mlfabric.toml_lines import KeyPath, key_lines
 from mlfabric.topology import Host, Network, Rack
 from mlfabric.units import goodput, parse_rate, parse_size, parse_time
 
@@ -393,12 +394,18 @@ def parse(text: str, source: str = "scenario") -> Scenario:
 Spec = TypeVar("Spec")
 
 
-def _complaints(scenario: Scenario) -> Iterator[tuple[tuple[str | int, ...], str]]:
+def _complaints(scenario: Scenario) -> Iterator[tuple[KeyPath, str]]:
     """What types alone can't check: (path of the key, sentence), in the order of the file."""
     names: set[str] = set()
     if not scenario.hosts:
         yield ("hosts",), "a scenario needs at least one host"
+    if scenario.network.rate <= 0:
+        yield ("network", "rate"), "rate of the network is zero; give one above zero"
     for i, host in enumerate(scenario.hosts):
+        if host.count is not None and host.count < 1:
+            yield ("hosts", i, "count"), f"count of hosts {host.name} is {host.count}; it is at least 1"
+        if host.first < 0:
+            yield ("hosts", i, "first"), f"first of hosts {host.name} is {host.first}; it is zero or more"
         for name in _unroll(host.name, host.count, host.first):
             if name in names:
                 yield ("hosts", i, "name"), f"host {name} is described twice; give it another name or 'first'"
@@ -410,9 +417,6 @@ def _complaints(scenario: Scenario) -> Iterator[tuple[tuple[str | int, ...], str
                     f"{key} of host {host.name} is zero; use a fault 'cut' to take a link away",
                 )
     racks = [name for spec in scenario.racks for name in _unroll(spec.name, spec.count, 0)]
-    for name in racks:
-        if name in names:
-            yield ("racks",), f"{name} is the name of a rack and of a host; give one of them another name"
     for i, host in enumerate(scenario.hosts):
         for pattern in _listed(host.rack):
             if not _match([pattern], racks):
@@ -420,7 +424,22 @@ def _complaints(scenario: Scenario) -> Iterator[tuple[tuple[str | int, ...], str
                     ("hosts", i, "rack"),
                     f"no rack matches {pattern!r}; racks are {', '.join(racks) or 'not described'}",
                 )
+    rack_names: set[str] = set()
     for i, rack in enumerate(scenario.racks):
+        if rack.count is not None and rack.count < 1:
+            yield ("racks", i, "count"), f"count of racks {rack.name} is {rack.count}; it is at least 1"
+        for name in _unroll(rack.name, rack.count, 0):
+            if name in names:
+                yield (
+                    ("racks", i, "name"),
+                    f"{name} is the name of a rack and of a host; give one of them another name",
+                )
+            if name in rack_names:
+                yield ("racks", i, "name"), f"rack {name} is described twice; give it another name"
+            rack_names.add(name)
+        for key in ("rate", "up", "down"):
+            if getattr(rack, key) == 0:
+                yield ("racks", i, key), f"{key} of rack {rack.name} is zero; give one above zero"
         if rack.oversubscription is not None and rack.oversubscription <= 0:
             yield (
                 ("racks", i, "oversubscription"),
@@ -437,6 +456,13 @@ def _complaints(scenario: Scenario) -> Iterator[tuple[tuple[str | int, ...], str
         for share in trace.choose:
             if share <= 0:
                 yield ("traces", i, "choose"), f"a link can't have {share} of its rate; shares are above zero"
+        for j, step in enumerate(trace.steps):
+            for key in ("rate", "up", "down"):
+                if getattr(step, key) == 0:
+                    yield (
+                        ("traces", i, "steps", j, key),
+                        f"{key} of a step is zero; use a fault 'cut' to take a link away",
+                    )
     for i, straggler in enumerate(scenario.stragglers):
         yield from _unknown_hosts(("stragglers", i, "hosts"), straggler.hosts, listed)
         if not 0 <= straggler.probability <= 1:
@@ -452,14 +478,27 @@ def _complaints(scenario: Scenario) -> Iterator[tuple[tuple[str | int, ...], str
     for i, fault in enumerate(scenario.faults):
         if (fault.host is None) == (fault.between is None):
             yield ("faults", i), "a fault needs either 'host' or 'between'"
+        if fault.between is not None and fault.do not in ("cut", "heal"):
+            yield ("faults", i, "between"), f"'between' goes with cut and heal only, not with {fault.do}"
         for key, host_name in (("host", fault.host), *(("between", name) for name in fault.between or ())):
             if host_name is not None:
                 yield from _unknown_hosts(("faults", i, key), [host_name], listed)
     for i, stream in enumerate(scenario.background):
         yield from _unknown_hosts(("background", i, "source"), [stream.source], listed)
         yield from _unknown_hosts(("background", i, "target"), [stream.target], listed)
+        if stream.rate <= 0:
+            yield ("background", i, "rate"), "rate of a stream is zero; give one above zero"
+        if stream.stop is not None and stream.stop <= stream.start:
+            yield ("background", i, "stop"), "a stream stops after its start"
+    for key in ("version", "pending_norm"):
+        if getattr(scenario.situation, key) < 0:
+            yield ("situation", key), f"{key} of the situation is negative; it is zero or more"
     for i, offer in enumerate(scenario.offers):
         yield from _unknown_hosts(("offers", i, "worker"), [offer.worker], listed)
+        if offer.job is not None and offer.job not in [job.name for job in scenario.jobs]:
+            yield ("offers", i, "job"), f"no job is called {offer.job!r}"
+        if offer.norm < 0:
+            yield ("offers", i, "norm"), f"norm {offer.norm} is negative"
         if offer.version < 0 or offer.version > scenario.situation.version:
             yield (
                 ("offers", i, "version"),
@@ -467,13 +506,15 @@ def _complaints(scenario: Scenario) -> Iterator[tuple[tuple[str | int, ...], str
             )
 
 
-def _job_complaints(scenario: Scenario, listed: list[str]) -> Iterator[tuple[tuple[str | int, ...], str]]:
+def _job_complaints(scenario: Scenario, listed: list[str]) -> Iterator[tuple[KeyPath, str]]:
     seen: set[str] = set()
     for i, job in enumerate(scenario.jobs):
         if job.name in seen:
             yield ("jobs", i, "name"), f"job {job.name} is described twice"
         seen.add(job.name)
-        for key in ("workers", "servers", "replicas"):
+        if not job.workers:
+            yield ("jobs", i, "workers"), f"job {job.name} has no workers; name at least one host"
+        for key in ("workers", "servers", "replicas", "aggregators"):
             yield from _unknown_hosts(("jobs", i, key), getattr(job, key) or (), listed)
         if job.scheduler is not None:
             yield from _unknown_hosts(("jobs", i, "scheduler"), [job.scheduler], listed)
@@ -486,15 +527,22 @@ def _job_complaints(scenario: Scenario, listed: list[str]) -> Iterator[tuple[tup
             yield ("jobs", i, "max_delay"), '\'max_delay\' counts updates: zero or more, "auto" or "none"'
         if job.divergence is not None and job.divergence < 0:
             yield ("jobs", i, "divergence"), "'divergence' is a share of the model's norm: zero or more"
-        if job.weight <= 0:
-            yield ("jobs", i, "weight"), "'weight' must be above zero"
-        if job.in_flight < 1:
-            yield ("jobs", i, "in_flight"), "'in_flight' must be at least 1"
+        for key in ("weight", "max_rate", "learning_rate"):
+            if (value := getattr(job, key)) is not None and value <= 0:
+                yield ("jobs", i, key), f"{key!r} must be above zero"
+        for key in ("in_flight", "steps"):
+            if (value := getattr(job, key)) is not None and value < 1:
+                yield ("jobs", i, key), f"{key!r} must be at least 1"
+        for key in ("compute_transfers", "compute_jitter"):
+            if (value := getattr(job, key)) is not None and value < 0:
+                yield ("jobs", i, key), f"{key!r} must be zero or more"
+        if not 0 <= job.momentum < 1:
+            yield ("jobs", i, "momentum"), "'momentum' is from 0 to below 1"
 
 
 def _unknown_hosts(
-    path: tuple[str | int, ...], patterns: Sequence[str], listed: list[str]
-) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    path: KeyPath, patterns: Sequence[str], listed: list[str]
+) -> Iterator[tuple[KeyPath, str]]:
     for pattern in patterns:
         if not _match([pattern], listed):
             near = difflib.get_close_matches(pattern, listed, 1)
@@ -535,36 +583,10 @@ def _known_keys(path: Sequence[str | int]) -> list[str]:
     return [field.name for field in msgspec.structs.fields(here)]
 
 
-_HEADER: Final = re.compile(r"^\s*(\[\[?)\s*([A-Za-z0-9_.\-\"]+)\s*\]\]?")
-_KEY: Final = re.compile(r"^\s*([A-Za-z0-9_\-\"]+)\s*=")
-
-
-def _line_of(text: str, path: tuple[str | int, ...]) -> int:
+def _line_of(text: str, path: KeyPath) -> int:
     """The line where the key of this path stands, or the nearest enclosing one."""
-    best, best_depth = 1, 0
-    table: tuple[str | int, ...] = ()
-    counts: dict[str, int] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
-        header = _HEADER.match(line)
-        if header:
-            name = header.group(2).strip('"')
-            if header.group(1) == "[[":
-                counts[name] = counts.get(name, -1) + 1
-                table = (name, counts[name])
-            else:
-                table = tuple(name.split("."))
-            here = table
-        else:
-            key = _KEY.match(line)
-            if not key:
-                continue
-            here = (*table, key.group(1).strip('"'))
-        depth = 0
-        while depth < min(len(here), len(path)) and here[depth] == path[depth]:
-            depth += 1
-        if depth > best_depth and depth in (len(here), len(path)):
-            best, best_depth = number, depth
-    return best
+    lines = key_lines(text)
+    return next((lines[path[:depth]] for depth in range(len(path), 0, -1) if path[:depth] in lines), 1)
 
 
 def _unroll(name: str, count: int | None, first: int) -> Iterator[str]:

@@ -19,6 +19,9 @@ FRAME_PAYLOAD_BYTES: Final = 1448
 _NUMBER = r"([+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)"
 _WRITTEN: Final = re.compile(rf"^\s*{_NUMBER}\s*([A-Za-zµ/]*)\s*$")
 
+# Beyond this it is a slip of the pen; an integer of 1e999999 would take minutes to write down.
+_LARGEST: Final = Decimal(10) ** 30
+
 _SIZE_UNITS: Final = {
     "": 1, "B": 1,
     "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -46,10 +49,12 @@ def _scaled(written: str | float, units: dict[str, int], what: str, example: str
     if scale is None:
         known = ", ".join(name for name in units if name)
         raise ValueError(f"{written!r} has the unknown unit {unit!r}; a {what} takes {known}")
-    value = Decimal(number) * scale
+    value = Decimal(number)
     if value < 0:
         raise ValueError(f"{written!r} is negative; a {what} is zero or more")
-    return value
+    if value > _LARGEST:
+        raise ValueError(f"{written!r} is larger than any {what}")
+    return value * scale
 
 
 def parse_size(written: str | float) -> int:

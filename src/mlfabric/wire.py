@@ -31,6 +31,11 @@ class WireError(Exception):
     """What came is not of our protocol; the connection must be closed."""
 
 
+# What msgspec raises for bytes that are no record: text that is no text is not among its own errors, nor is
+# nesting that goes too deep.
+NOT_DECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
 class Kind(IntEnum):
     HANDSHAKE = 1
     CONTROL = 2
@@ -78,14 +83,14 @@ def encode_open(header: TransferHeader, stream: int) -> bytes:
 def decode_message(body: bytes) -> Envelope:
     try:
         return _envelopes.decode(body)
-    except msgspec.MsgspecError as error:
+    except NOT_DECODABLE as error:
         raise WireError(f"not a control message: {error}") from None
 
 
 def decode_open(body: bytes) -> TransferHeader:
     try:
         return _headers.decode(body)
-    except msgspec.MsgspecError as error:
+    except NOT_DECODABLE as error:
         raise WireError(f"not the header of a transfer: {error}") from None
 
 

@@ -89,18 +89,14 @@ class LedgerRun:
             shards=self.shards,
             aggregate=self.aggregate,
         )
-        zeros = {"w": np.zeros((self.shards, self.elements), np.float32)}
         try:
-            yield node.client.publish(zeros, Sum(), settings)
+            yield node.client.publish({"w": self.initial()}, Sum(), settings)
             self._begin_faults()
             yield node.client.pull()[1]
             for step in range(self.steps):
                 yield self.compute_s * (1 + 0.1 * index)
-                update = np.zeros((self.shards, self.elements), np.float32)
-                coordinate = index * self.steps + step
-                update[:, coordinate] = 1.0
-                name, answer = node.client.push({"w": update})
-                self.offered[name] = coordinate
+                name, answer = node.client.push({"w": self.update(index, step)})
+                self.offered[name] = index * self.steps + step
                 self.unanswered.add(name)
                 self.outcomes[name] = yield answer
                 self.unanswered.discard(name)
@@ -109,6 +105,15 @@ class LedgerRun:
         except FabricError as error:
             self.failures.append(str(error))
         self._done.add(node.name)
+
+    def initial(self) -> Vector:
+        return np.zeros((self.shards, self.elements), np.float32)
+
+    def update(self, index: int, step: int) -> Vector:
+        """The update of a worker's step: 1 at its own coordinate of every shard."""
+        ones = np.zeros((self.shards, self.elements), np.float32)
+        ones[:, index * self.steps + step] = 1.0
+        return ones
 
     def lost(self) -> set[str]:
         """As the workers say, and the scheduler for those that died."""

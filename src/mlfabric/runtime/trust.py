@@ -13,7 +13,7 @@ from enum import StrEnum
 
 import msgspec
 
-from mlfabric.wire import WireError
+from mlfabric.wire import NOT_DECODABLE, WireError
 
 PROTOCOL = 1
 NONCE_BYTES = 32
@@ -88,7 +88,7 @@ class Handshake:
         """What to answer; None: nothing. Raises Refused with the reason where it ends."""
         try:
             message = _decoder.decode(body)
-        except msgspec.MsgspecError:
+        except NOT_DECODABLE:
             raise WireError("not a handshake of ours") from None
         match message:
             case Refusal(reason=reason):
@@ -97,9 +97,9 @@ class Handshake:
                 return self._challenged_by(message)
             case Challenge() if self._purpose is not None and self._challenge is None:
                 return self._answer(message)
-            case Proof() if self._purpose is None and self._challenge is not None:
+            case Proof() if self._purpose is None and self._challenge is not None and not self.done:
                 return self._verify(message)
-            case Welcome() if self._purpose is not None and self._challenge is not None:
+            case Welcome() if self._purpose is not None and self._challenge is not None and not self.done:
                 self.peer_is_scheduler = message.scheduler
                 self.done = True
                 return None
@@ -119,6 +119,8 @@ class Handshake:
         assert self._hello is not None
         if challenge.protocol != PROTOCOL:
             raise Refused(f"protocol {challenge.protocol} is spoken there, {PROTOCOL} here; use one version")
+        if len(challenge.nonce) != NONCE_BYTES:
+            raise WireError("a nonce of the wrong length")
         expected = self._seal(b"called", self._hello, challenge.node, challenge.nonce)
         if not hmac.compare_digest(expected, challenge.proof):
             raise Refused("the secrets differ; give both sides the same MLFABRIC_SECRET")

@@ -1,0 +1,500 @@
+"""The scheduler: who is there, who leads, what happens to offers, and what each is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from mlfabric.events import PeerLost
+from mlfabric.messages import (
+    AppliedIds,
+    AppliedReport,
+    ArraySpec,
+    DropUpdate,
+    FollowShard,
+    GatherGroup,
+    Grant,
+    Heartbeat,
+    HeartbeatSeen,
+    JobFailed,
+    JobReady,
+    JobSettings,
+    Join,
+    JoinAccepted,
+    JoinRefused,
+    LeaderChanged,
+    LeadShard,
+    Leave,
+    LeaveOut,
+    LeftOut,
+    MemberInfo,
+    Members,
+    MemberUpdate,
+    NodeLost,
+    OfferAgain,
+    OfferUpdate,
+    Promote,
+    Promoted,
+    PublishFirst,
+    PublishRefused,
+    PublishWanted,
+    PullWanted,
+    ReduceFailed,
+    ReducePending,
+    ReducePlan,
+    ReduceWanted,
+    ReplicaAssigned,
+    Replicate,
+    RuleSpec,
+    Sequence,
+    ServePull,
+    SettleSlot,
+    ShardReady,
+    SlotLate,
+    SlotWithdrawn,
+    Version,
+    WithdrawSlot,
+)
+from mlfabric.roles.actions import Action, SchedulerSettings, Send
+from mlfabric.roles.scheduler import PENDING_S, Scheduler
+from tests.roles.feeding import Fed, notes, said, sent
+
+ARRAYS = (ArraySpec("w", (1000,), "float32"),)
+ROLES = {"w": ("worker", "aggregator"), "s": ("server", "replica"), "r": ("replica",)}
+
+
+class Fabric(Fed):
+    """A scheduler with members called w0, s0, r0, ...; the first letter says what they can be."""
+
+    def __init__(self, *names: str, expected: int = 0, job: str = "job") -> None:
+        super().__init__(Scheduler(SchedulerSettings("sched")))
+        self.job = job
+        for name in names:
+            self.join(name, expected)
+
+    def join(self, name: str, expected: int = 0, host: str = "", rack: str | None = None) -> list[Action]:
+        info = MemberInfo(name, host or name, "", ROLES[name[0]], 1e6, 1e6, self.job, rack)
+        return self.tell(Join(info, expected), name)
+
+    def publish(self, sender: str = "w0", **settings: Any) -> list[Action]:
+        wanted = JobSettings(**{"max_delay": 4, **settings})
+        return self.tell(PublishWanted(ARRAYS, RuleSpec("Sum"), wanted, 1000, "float32"), sender)
+
+    def ready(self, **settings: Any) -> Fabric:
+        for lead in sent(LeadShard, self.publish(**settings)):
+            shard = lead.shard
+            self.tell(ShardReady(shard.index, 0, shard.replica is not None), shard.leader)
+        return self
+
+    def offer(self, update: str, base: int = 0, again: str = "", size: int = 4000) -> list[Action]:
+        offer = OfferUpdate(update, size, (Version(0, base),), 1.0, 0, (0,), again)
+        return self.tell(offer, update.split("#")[0])
+
+    def granted(self, *updates: str) -> list[Action]:
+        """Offer these together and let the scheduler plan."""
+        actions = [action for update in updates for action in self.offer(update)]
+        return [*actions, *self.wait(0.01)]
+
+    def report(
+        self, *updates: str, version: int, divergence: float = 0.0, held: int | None = None
+    ) -> list[Action]:
+        return self.tell(AppliedReport(0, 0, version, updates, divergence, held), "s0")
+
+
+# --- membership ---------------------------------------------------------------------------------------------
+
+
+def test_a_member_is_accepted_and_everybody_hears_of_it() -> None:
+    fabric = Fabric("w0")
+    actions = fabric.join("w1")
+    assert said(JoinAccepted, actions, "w1") == JoinAccepted("w1", "sched")
+    assert {m.node for m in said(Members, actions, "w0").members} == {"w0", "w1"}
+
+
+def test_a_name_that_is_taken_is_refused_with_a_sentence() -> None:
+    fabric = Fabric("w0")
+    actions = fabric.join("w0", host="elsewhere")
+    assert "w0 is taken" in said(JoinRefused, actions).reason
+    assert not sent(Members, actions)
+
+
+def test_the_second_life_of_a_name_has_another_label() -> None:
+    fabric = Fabric("w0")
+    fabric.tell(Leave("w0"), "w0")
+    assert said(JoinAccepted, fabric.join("w0")).label == "w0~2"
+
+
+def test_a_silent_member_is_lost_and_a_heard_one_is_not() -> None:
+    fabric = Fabric("w0", "w1")
+    fabric.now = 2.0
+    assert said(HeartbeatSeen, fabric.tell(Heartbeat(1.9), "w0"), "w0") == HeartbeatSeen(1.9, 2.0)
+    lost = said(NodeLost, fabric.wait(2.0), "w0")
+    assert lost.node == "w1"
+    assert "silent for" in lost.reason
+    assert said(NodeLost, Fabric("w0", "w1")(PeerLost("w1", "closed")), "w0").reason == "closed"
+
+
+# --- the model ----------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_placed_once_everybody_expected_is_there() -> None:
+    fabric = Fabric("w0", "s0", expected=3)
+    assert not sent(LeadShard, fabric.publish())
+    actions = fabric.join("r0", 3)
+    assert said(LeadShard, actions, "s0").shard.leader == "s0"
+    assert said(PublishFirst, actions, "w0").shards[0].count == 1000
+
+
+def test_training_begins_when_leader_and_replica_hold_the_model() -> None:
+    fabric = Fabric("w0", "w1", "s0", "r0")
+    actions = fabric.publish(divergence=0.1)
+    assert said(FollowShard, actions, "r0").shard.leader == "s0"
+    assert said(ReplicaAssigned, actions, "s0").replica == "r0"
+    assert not sent(JobReady, fabric.tell(ShardReady(0, 0, False), "s0"))
+    actions = fabric.tell(ShardReady(0, 0, True), "s0")
+    assert sent(JobReady, actions, "w0")
+    assert sent(JobReady, actions, "w1")
+
+
+def test_another_model_than_the_published_is_refused_naming_the_difference() -> None:
+    fabric = Fabric("w0", "w1", "s0").ready()
+    for arrays, words in (
+        ((ArraySpec("w", (10, 100), "float32"),), "array 'w' is [1000] of float32 there and [10, 100]"),
+        ((ArraySpec("w", (1000,), "float64"),), "float64"),
+        ((*ARRAYS, ArraySpec("b", (1,), "float32")), "array 'b' is unknown"),
+        ((), "lacks array 'w'"),
+    ):
+        wanted = PublishWanted(arrays, RuleSpec("Sum"), JobSettings(), 1000, "float32")
+        reason = said(PublishRefused, fabric.tell(wanted, "w1"), "w1").reason
+        assert words in reason
+        assert "w0" in reason
+    assert said(JobReady, fabric.publish("w1"), "w1").arrays == ARRAYS
+
+
+def test_a_replica_is_put_on_another_host_and_another_rack_where_there_is_one() -> None:
+    fabric = Fabric()
+    for name, place in (("w0", "h0 A"), ("s0", "h1 A"), ("r0", "h1 A"), ("r1", "h2 A"), ("r2", "h3 B")):
+        fabric.join(name, host=place[:2], rack=place[-1])
+    assert said(ReplicaAssigned, fabric.publish(divergence=0.1)).replica == "r2"
+
+
+def test_a_bound_below_the_mean_delay_is_warned_of() -> None:
+    fabric = Fabric("w0", "w1", "w2", "w3", "s0")
+    warning = notes("bound-tight", fabric.publish(max_delay=2))[0]
+    assert warning.loud
+    assert "4 workers" in warning.reason
+
+
+# --- offers -------------------------------------------------------------------------------------------------
+
+
+def test_offers_are_planned_together_and_granted_with_numbers_and_reasons() -> None:
+    fabric = Fabric("w0", "w1", "s0").ready(aggregate=False)
+    assert not sent(Grant, fabric.offer("w0#0"))
+    actions = [*fabric.offer("w1#0"), *fabric.wait(1.0)]
+    grants = sent(Grant, actions)
+    assert sorted(grant.number for grant in grants) == [0, 1]
+    assert all(len(grant.reason.split()) > 3 for grant in grants)
+    placed = [slot.members[0].update for sequence in sent(Sequence, actions, "s0") for slot in sequence.slots]
+    assert placed == [grant.update for grant in sorted(grants, key=lambda grant: grant.number)]
+
+
+def test_an_update_too_old_for_any_place_is_dropped_before_a_byte_is_sent() -> None:
+    fabric = Fabric("w0", "w1", "s0").ready(max_delay=2)
+    fabric.report(version=7)
+    actions = [*fabric.offer("w0#0", base=0), *fabric.wait(0.01)]
+    drop = said(DropUpdate, actions, "w0")
+    assert not drop.late
+    assert "bound 2" in drop.reason
+    assert not sent(Grant, actions)
+    assert said(Grant, [*fabric.offer("w1#0", base=6), *fabric.wait(0.01)], "w1")
+
+
+def test_a_late_update_is_withdrawn_from_all_shards_and_dropped_with_the_reason() -> None:
+    fabric = Fabric("w0", "w1", "s0").ready(aggregate=False)
+    grant = said(Grant, fabric.granted("w0#0"))
+    actions = fabric.tell(SlotLate(0, grant.number, 1.25), "s0")
+    assert said(WithdrawSlot, actions, "s0").number == grant.number
+    assert not sent(DropUpdate, actions), "the server has the last word"
+    actions = fabric.tell(SlotWithdrawn(0, 0, grant.number, True), "s0")
+    drop = said(DropUpdate, actions, "w0")
+    assert drop.late
+    assert drop.reason == "overtaken, host w0 silent 1.2 s"
+    settled = said(SettleSlot, actions, "s0")
+    assert (settled.dropped, settled.final) == (True, True)
+
+
+def test_a_late_update_that_came_after_all_is_kept() -> None:
+    fabric = Fabric("w0", "w1", "s0").ready(aggregate=False)
+    grant = said(Grant, fabric.granted("w0#0"))
+    fabric.tell(SlotLate(0, grant.number, 1.25), "s0")
+    actions = fabric.tell(SlotWithdrawn(0, 0, grant.number, False, True), "s0")
+    assert not sent(DropUpdate, actions)
+    assert not said(SettleSlot, actions).dropped
+    assert notes("kept", actions)
+
+
+@dataclass
+class Gathered:
+    """Eight offers at once over equal links: some are summed on the way."""
+
+    fabric: Fabric
+    order: GatherGroup
+    aggregator: str
+    number: int  # of the slot
+
+    def other(self) -> MemberUpdate:
+        """A member that does not live with the aggregator."""
+        return next(each for each in self.order.members if each.worker != self.aggregator)
+
+
+def gathered() -> Gathered:
+    workers = [f"w{i}" for i in range(8)]
+    fabric = Fabric(*workers, "s0").ready(max_delay=50)
+    actions = [*fabric.granted(*(f"{worker}#0" for worker in workers)), *fabric.wait(1.0)]
+    order = max(sent(GatherGroup, actions), key=lambda order: len(order.members))
+    assert len(order.members) > 1, "nothing was grouped"
+    places = [slot for message in sent(Sequence, actions) for slot in message.slots]
+    slot = next(slot for slot in places if slot.group == order.group)
+    node = next(a.node for a in actions if isinstance(a, Send) and a.message == order)
+    return Gathered(fabric, order, node, slot.number)
+
+
+def test_members_of_a_group_are_sent_to_its_aggregator_and_share_a_slot() -> None:
+    fabric = Fabric(*(f"w{i}" for i in range(8)), "s0").ready(max_delay=50)
+    actions = [*fabric.granted(*(f"w{i}#0" for i in range(8))), *fabric.wait(1.0)]
+    orders = {order.group: order for order in sent(GatherGroup, actions)}
+    assert orders
+    slots = {slot.group: slot for message in sent(Sequence, actions) for slot in message.slots if slot.group}
+    for grant in sent(Grant, actions):
+        group = grant.parts[0].group
+        if group is not None:
+            assert grant.update in {member.update for member in orders[group].members}
+            assert slots[group].members == orders[group].members
+            assert slots[group].number <= grant.number < slots[group].number + len(slots[group].members)
+
+
+def test_a_member_left_out_is_asked_to_offer_again_with_the_reason() -> None:
+    group = gathered()
+    left, why = group.other(), "the time to wait was up"
+    actions = group.fabric.tell(LeftOut(group.order.group, 0, (left.update,), why), group.aggregator)
+    again = said(OfferAgain, actions, left.worker)
+    assert (again.update, again.reason) == (left.update, why)
+    actions = [*group.fabric.offer(left.update, again=why), *group.fabric.wait(1.0)]
+    assert sent(Grant, actions, left.worker)
+
+
+def test_a_dead_aggregators_members_offer_again_and_its_slot_is_withdrawn() -> None:
+    group = gathered()
+    actions = group.fabric(PeerLost(group.aggregator, "closed"))
+    again = {message.update for message in sent(OfferAgain, actions)}
+    assert {each.update for each in group.order.members if each.worker != group.aggregator} <= again
+    assert group.number in {message.number for message in sent(WithdrawSlot, actions, "s0")}
+
+
+def test_an_update_is_decided_again_only_when_its_first_way_is_closed() -> None:
+    group = gathered()
+    group.fabric(PeerLost(group.aggregator, "closed"))
+    member = group.other()
+    actions = [*group.fabric.offer(member.update, again="aggregator lost"), *group.fabric.wait(0.5)]
+    assert not sent(Grant, actions, member.worker), "the sum may be at the server already"
+    actions = group.fabric.tell(SlotWithdrawn(0, 0, group.number, True), "s0")
+    assert sent(Grant, [*actions, *group.fabric.wait(1.0)], member.worker)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="a member that was in a waiting sum is never decided again once it is refused"
+)
+def test_a_sum_that_waits_and_is_then_refused_sets_its_members_free() -> None:
+    group = gathered()
+    group.fabric(PeerLost(group.aggregator, "closed"))
+    member = group.other()
+    group.fabric.offer(member.update, again="aggregator lost")
+    group.fabric.tell(SlotWithdrawn(0, 0, group.number, False, waiting=True), "s0")
+    refused = LeftOut(group.order.group, 0, (member.update,), "another member is already applied")
+    actions = [*group.fabric.tell(refused, "s0"), *group.fabric.wait(2.0)]
+    assert sent(Grant, actions, member.worker)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="a member of a group that is offered again is decided at once; its sum may be at the server",
+)
+def test_a_member_offered_again_is_not_dropped_while_its_sum_may_be_applied() -> None:
+    group = gathered()
+    member = group.other()
+    actions = group.fabric.offer(member.update, again="its transfer broke off")
+    assert said(LeaveOut, actions, group.aggregator).update == member.update
+    actions += group.fabric.report(version=70)  # too late for any other way
+    actions += group.fabric.wait(1.0)
+    assert not sent(DropUpdate, actions, member.worker), "nobody has said that the sum left without it"
+
+
+def test_an_update_offered_again_that_came_by_its_first_way_needs_nothing_more() -> None:
+    fabric = Fabric("w0", "w1", "s0").ready(aggregate=False)
+    grant = said(Grant, fabric.granted("w0#0"))
+    actions = fabric.offer("w0#0", again="its transfer broke off")
+    assert said(WithdrawSlot, actions, "s0").number == grant.number
+    fabric.tell(SlotWithdrawn(0, 0, grant.number, False, waiting=True), "s0")
+    fabric.report("w0#0", version=1)
+    assert not sent(Grant, fabric.wait(2.0))
+
+
+def test_a_dead_workers_offers_go_with_it() -> None:
+    fabric = Fabric("w0", "w1", "s0").ready()
+    fabric.offer("w1#0")
+    assert notes("abandoned", fabric(PeerLost("w1", "closed")))[0].updates == ("w1#0",)
+    assert not sent(Grant, fabric.wait(0.01))
+
+
+# --- fail-over ----------------------------------------------------------------------------------------------
+
+
+def replicated() -> Fabric:
+    return Fabric("w0", "w1", "s0", "r0", "r1").ready(divergence=0.1)
+
+
+def test_a_dead_leader_is_replaced_by_its_replica_and_everybody_hears_what_survived() -> None:
+    fabric = replicated()
+    fabric.granted("w0#0", "w1#0")
+    fabric.report("w0#0", version=1, held=1)
+    fabric.report("w1#0", version=2, held=1)
+    actions = fabric(PeerLost("s0", "closed"))
+    assert said(Promote, actions, "r0") == Promote(0, 1, "server s0 lost: closed")
+    assert not sent(LeaderChanged, actions), "not before the replica says what it holds"
+    survived = AppliedIds(above={"w0": (0,)})
+    actions = fabric.tell(Promoted(0, 1, 1, survived, 1), "r0")
+    change = sent(LeaderChanged, actions, "w0")[0]
+    assert (change.shard.leader, change.shard.epoch, change.version) == ("r0", 1, 1)
+    assert change.applied == survived
+    assert notes("lost", actions)[0].updates == ("w1#0",)
+    assert notes("failed-over", actions)[0].loud
+    assert said(ReplicaAssigned, actions, "r0").replica == "r1"
+
+
+def test_nothing_is_granted_between_two_leaders() -> None:
+    fabric = replicated()
+    fabric(PeerLost("s0", "closed"))
+    assert not sent(Grant, [*fabric.offer("w0#0"), *fabric.wait(0.5)])
+    assert not fabric.tell(PullWanted("p"), "w0")
+    grant = said(Grant, fabric.tell(Promoted(0, 1, 0, AppliedIds(), 0), "r0"), "w0")
+    assert (grant.parts[0].node, grant.parts[0].epoch) == ("r0", 1)
+
+
+def test_the_word_of_somebody_who_was_not_promoted_is_ignored() -> None:
+    fabric = replicated()
+    fabric(PeerLost("s0", "closed"))
+    assert not sent(LeaderChanged, fabric.tell(Promoted(0, 1, 5, AppliedIds(), 5), "r1"))
+
+
+def test_a_leader_lost_without_a_replica_fails_the_job_in_one_sentence() -> None:
+    fabric = Fabric("w0", "w1", "s0").ready()
+    actions = fabric(PeerLost("s0", "closed"))
+    reason = sent(JobFailed, actions, "w0")[0].reason
+    assert "s0" in reason
+    assert "had no replica" in reason
+    assert said(PublishRefused, fabric.publish("w1"), "w1").reason == reason
+
+
+def test_an_empty_replica_cannot_take_over() -> None:
+    fabric = replicated()
+    fabric(PeerLost("s0", "closed"))
+    assert (
+        "never been filled"
+        in sent(JobFailed, fabric.tell(Promoted(0, 1, -1, AppliedIds(), -1), "r0"))[0].reason
+    )
+
+
+def test_a_leader_lost_before_training_is_replaced_by_placing_again() -> None:
+    fabric = Fabric("w0", "s0", "s1")
+    fabric.publish()
+    actions = fabric(PeerLost("s0", "closed"))
+    assert said(LeadShard, actions).shard.leader == "s1"
+    assert said(PublishFirst, actions, "w0").shards[0].leader == "s1"
+
+
+def test_a_dead_replica_is_replaced_where_somebody_can_be_one() -> None:
+    fabric = replicated()
+    actions = fabric(PeerLost("r0", "closed"))
+    assert [message.replica for message in sent(ReplicaAssigned, actions, "s0")] == [None, "r1"]
+    assert said(FollowShard, actions, "r1").shard.index == 0
+    assert [message.replica for message in sent(ReplicaAssigned, fabric(PeerLost("r1", "closed")))] == [None]
+    assert said(ReplicaAssigned, fabric.join("r2"), "s0").replica == "r2"
+
+
+def test_a_replica_is_brought_up_to_date_in_spare_time_before_its_bound() -> None:
+    fabric = replicated()
+    assert not sent(Replicate, fabric.report("w0#0", version=1, divergence=0.04, held=0))
+    wanted = said(Replicate, fabric.report("w1#0", version=2, divergence=0.06, held=0), "s0")
+    assert wanted.rate_bytes_per_s > 0
+
+
+# --- pulls and all-reduce -----------------------------------------------------------------------------------
+
+
+def test_a_pull_before_the_model_is_there_is_served_once_it_is() -> None:
+    fabric = Fabric("w0", "s0")
+    fabric.publish()
+    assert not fabric.tell(PullWanted("p"), "w0")
+    assert said(ServePull, fabric.tell(ShardReady(0, 0, False), "s0"), "s0").pull == "p"
+
+
+def test_a_checkpoint_is_bound_to_the_last_number_granted() -> None:
+    fabric = Fabric("w0", "w1", "s0").ready(aggregate=False)
+    grant = said(Grant, fabric.granted("w0#0"))
+    assert said(ServePull, fabric.tell(PullWanted("p"), "w0")).after_number is None
+    assert said(ServePull, fabric.tell(PullWanted("q", True), "w0")).after_number == grant.number
+
+
+def test_an_all_reduce_is_planned_when_all_workers_have_come() -> None:
+    fabric = Fabric("w0", "w1", "w2", "s0")
+    for name in ("w2", "w0"):
+        assert not fabric.tell(ReduceWanted(0, 10, "float32"), name)
+    actions = fabric.tell(ReduceWanted(0, 10, "float32"), "w1")
+    plans = sent(ReducePlan, actions)
+    assert len(plans) == 3
+    assert plans[0].nodes == ("w0", "w1", "w2")
+    assert (plans[0].cuts[0], plans[0].cuts[-1]) == (0, 10)
+    assert list(plans[0].cuts) == sorted(plans[0].cuts)
+
+
+@pytest.mark.parametrize("other", [ReduceWanted(0, 11, "float32"), ReduceWanted(0, 10, "float64")])
+def test_an_all_reduce_of_different_arrays_fails_on_everyone_naming_both(other: ReduceWanted) -> None:
+    fabric = Fabric("w0", "w1", "w2")
+    fabric.tell(ReduceWanted(0, 10, "float32"), "w0")
+    fabric.tell(ReduceWanted(0, 10, "float32"), "w2")
+    actions = fabric.tell(other, "w1")
+    assert not sent(ReducePlan, actions)
+    for name in ("w0", "w1", "w2"):
+        reason = said(ReduceFailed, actions, name).reason
+        assert "w0 gave 10 elements of float32" in reason
+        assert f"w1 gave {other.elements} of {other.dtype}" in reason
+
+
+def test_those_who_wait_hear_who_is_missing() -> None:
+    fabric = Fabric("w0", "w1", "w2")
+    fabric.tell(ReduceWanted(0, 10, "float32"), "w0")
+    pending = said(ReducePending, fabric.wait(PENDING_S), "w0")
+    assert pending.missing == ("w1", "w2")
+
+
+def test_workers_that_have_not_joined_are_counted_among_the_missing() -> None:
+    fabric = Fabric("w0", "w1", expected=4)
+    for name in ("w0", "w1"):
+        assert not sent(ReducePlan, fabric.tell(ReduceWanted(0, 10, "float32"), name))
+    assert said(ReducePending, fabric.wait(PENDING_S), "w0").missing == ("2 workers that have not joined",)
+
+
+def test_an_all_reduce_with_somebody_who_died_fails_naming_them() -> None:
+    fabric = Fabric("w0", "w1", "w2")
+    fabric.tell(ReduceWanted(0, 10, "float32"), "w0")
+    reason = said(ReduceFailed, fabric(PeerLost("w2", "closed")), "w0").reason
+    assert "w2 was lost (closed)" in reason
+
+
+def test_strangers_are_not_listened_to() -> None:
+    fabric = Fabric("w0", "s0").ready()
+    for message in (ReduceWanted(0, 10, "float32"), PullWanted("p"), SlotLate(0, 0, 1.0)):
+        assert not fabric.tell(message, "nobody")
