@@ -58,7 +58,8 @@ from mlfabric.messages import (
     WithdrawSlot,
 )
 from mlfabric.roles.actions import Action, SchedulerSettings, Send
-from mlfabric.roles.scheduler import PENDING_S, Scheduler
+from mlfabric.roles.reductions import PENDING_S
+from mlfabric.roles.scheduler import Scheduler
 from tests.roles.feeding import Fed, notes, said, sent
 
 ARRAYS = (ArraySpec("w", (1000,), "float32"),)

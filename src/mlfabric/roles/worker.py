@@ -214,12 +214,15 @@ class Worker:
         return [FreeBuffer(event.buffer)] if event else []
 
     def _job_ready(self, message: JobReady) -> list[Action]:
-        publishing = self._publish is not None
+        # Everybody hears that the model is in place; whoever publishes another one is yet to be refused.
+        publishing = self._publish is not None and self._publish.arrays == message.arrays
         self._shards = {shard.index: shard for shard in message.shards}
         if not self._bases:
             self._bases = tuple(Version(0, message.version) for _ in message.shards)
         ready = JobBecameReady(message.arrays, message.shards, message.settings, message.rule)
-        return [*self._forget_publish(), ready, *([ResolvePublish()] if publishing else [])]
+        if not publishing:
+            return [ready]
+        return [*self._forget_publish(), ready, ResolvePublish()]
 
     # --- updates ----------------------------------------------------------------------------------------
 
