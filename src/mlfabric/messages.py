@@ -511,6 +511,7 @@ class ReplicaPart(Message, frozen=True):
     applied: AppliedIds
     with_state: bool
     state_version: int
+    fail_overs: tuple[Version, ...] = ()  # where each epoch began
 
 
 class ReducePart(Message, frozen=True):

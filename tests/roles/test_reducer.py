@@ -135,7 +135,6 @@ def test_a_broken_transfer_fails_the_operation_with_its_reason() -> None:
     assert "w0 lost" in str(one(ResolveReduce, role(TransferFailed("p0", "w0 lost"))).error)
 
 
-@pytest.mark.xfail(strict=True, reason="a piece that is arriving when its all-reduce fails is never freed")
 def test_a_piece_that_arrives_after_the_failure_is_freed_too() -> None:
     role, _ = begun()
     role(piece(0))

@@ -305,9 +305,6 @@ def test_an_update_is_decided_again_only_when_its_first_way_is_closed() -> None:
     assert sent(Grant, [*actions, *group.fabric.wait(1.0)], member.worker)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a member that was in a waiting sum is never decided again once it is refused"
-)
 def test_a_sum_that_waits_and_is_then_refused_sets_its_members_free() -> None:
     group = gathered()
     group.fabric(PeerLost(group.aggregator, "closed"))
@@ -319,10 +316,6 @@ def test_a_sum_that_waits_and_is_then_refused_sets_its_members_free() -> None:
     assert sent(Grant, actions, member.worker)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a member of a group that is offered again is decided at once; its sum may be at the server",
-)
 def test_a_member_offered_again_is_not_dropped_while_its_sum_may_be_applied() -> None:
     group = gathered()
     member = group.other()

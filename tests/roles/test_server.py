@@ -211,7 +211,6 @@ def test_an_update_that_is_too_old_at_its_turn_is_refused_to_worker_and_schedule
     assert not of(CommitStep, actions)
 
 
-@pytest.mark.xfail(strict=True, reason="after a refusal nobody looks who is next; it waits for another event")
 def test_the_next_complete_update_goes_on_after_one_was_refused() -> None:
     _, actions = too_old()
     assert one(MeasureStep, actions).buffer == "parcel/t/w1#0"
@@ -430,7 +429,6 @@ def test_a_lost_replica_suspends_the_bound_loudly_and_stops_nothing() -> None:
     assert (filling.about.version, filling.about.with_state) == (2, True)
 
 
-@pytest.mark.xfail(strict=True, reason="whoever says ReplicaHas is taken for the replica there is now")
 def test_the_word_of_a_former_replica_does_not_count_for_the_new_one() -> None:
     role = server(divergence=0.5)
     role.tell(ReplicaAssigned(0, None, "replica r0 lost: silent"))

@@ -59,7 +59,7 @@ class Aggregator:
         self._groups: dict[str, _Gathering] = {}
         self._closed: dict[str, None] = {}  # group names, oldest first, bounded
         self._arriving: dict[str, tuple[str, UpdatePart]] = {}  # transfer -> (buffer, about)
-        self._forwarding: dict[str, GatherGroup] = {}  # transfer -> group
+        self._forwarding: dict[str, tuple[GatherGroup, tuple[str, ...]]] = {}  # transfer -> (order, in it)
         self._counts = {"forwarded": 0, "summed": 0, "left_out": 0}
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -71,13 +71,13 @@ class Aggregator:
             case TransferFinished(transfer=transfer):
                 return self._add(transfer)
             case TransferSent(transfer=transfer) if transfer in self._forwarding:
-                return [FreeBuffer(_sum_buffer(self._forwarding.pop(transfer).group))]
+                return [FreeBuffer(_sum_buffer(self._forwarding.pop(transfer)[0].group))]
             case TransferFailed(transfer=transfer, reason=reason):
                 return self._failed(transfer, reason)
             case MessageReceived(message=GatherGroup() as order):
                 return self._ordered(order, now)
-            case MessageReceived(message=LeaveOut(group=group, update=update)):
-                return self._excuse(group, update)
+            case MessageReceived(message=LeaveOut() as request):
+                return self._excuse(request)
             case MessageReceived(message=LeaderChanged() as change):
                 return self._discard_older(change)
             case DeadlinePassed():
@@ -117,12 +117,14 @@ class Aggregator:
         gathering.deadline = now + order.forward_in_s
         return self._check(order.group)
 
-    def _excuse(self, group: str, update: str) -> list[Action]:
-        gathering = self._groups.get(group)
-        if gathering is None or update in gathering.got:
+    def _excuse(self, request: LeaveOut) -> list[Action]:
+        """Confirmed only if the sum goes without it; otherwise the server will have it."""
+        gathering = self._groups.get(request.group)
+        if gathering is None or request.update in gathering.got:
             return []
-        gathering.excused.add(update)
-        return self._check(group)
+        gathering.excused.add(request.update)
+        confirmed = LeftOut(request.group, gathering.shard, (request.update,), request.reason)
+        return [self._tell(confirmed), *self._check(request.group)]
 
     def _check(self, group: str) -> list[Action]:
         gathering = self._groups[group]
@@ -138,7 +140,11 @@ class Aggregator:
         if order is None:
             return [FreeBuffer(_sum_buffer(group)), Note("gave-up", f"no order came for group {group}")]
         members = tuple(member for member in order.members if member.update in gathering.got)
-        missing = tuple(member.update for member in order.members if member.update not in gathering.got)
+        missing = tuple(
+            member.update
+            for member in order.members
+            if member.update not in gathering.got and member.update not in gathering.excused
+        )
         actions: list[Action] = []
         if missing:
             self._counts["left_out"] += len(missing)
@@ -147,7 +153,7 @@ class Aggregator:
             return [*actions, FreeBuffer(_sum_buffer(group))]
         self._counts["forwarded"] += 1
         transfer = f"{self._settings.node}/{group}"
-        self._forwarding[transfer] = order
+        self._forwarding[transfer] = (order, tuple(member.update for member in members))
         weight = sum(gathering.got[member.update] for member in members)
         return [
             *actions,
@@ -172,8 +178,7 @@ class Aggregator:
             return [FreeBuffer(buffer)]
         if transfer not in self._forwarding:
             return []
-        order = self._forwarding.pop(transfer)
-        updates = tuple(member.update for member in order.members)
+        order, updates = self._forwarding.pop(transfer)
         return [
             FreeBuffer(_sum_buffer(order.group)),
             self._tell(

@@ -495,6 +495,7 @@ class OrderBook:
             gathering = self._groups.get(part.group or "")
             if gathering is not None:
                 gathering.members.discard(update)
+                self._leaving[part.shard, update] = gathering.slot
                 actions.append(
                     Send(gathering.aggregator, "aggregator", LeaveOut(gathering.group, update, why))
                 )
@@ -587,7 +588,10 @@ class OrderBook:
         self._finish_part(granted, shard)
         return [Send(granted.worker, "worker", OfferAgain(update, (shard,), why))]
 
-    def left_out(self, message: LeftOut) -> list[Action]:
+    def left_out(self, message: LeftOut, now: float) -> list[Action]:
+        for update in message.updates:
+            if self._leaving.pop((message.shard, update), None) is not None:
+                self._plan_soon(now)
         gathering = self._groups.get(message.group)
         if gathering is not None and gathering.members <= set(message.updates):
             return self._fail_group(message.group, message.reason)

@@ -213,6 +213,8 @@ class Reducer:
         self._end(number)
         self._failed += 1
         frees: list[Action] = [FreeBuffer(name) for name in operation.pieces.values()]
+        coming = [transfer for transfer, (_, broadcast) in operation.arriving.items() if not broadcast]
+        frees += [FreeBuffer(f"piece/{transfer}") for transfer in coming]
         return [*frees, ResolveReduce(number, reason)] if operation.wanted else frees
 
     def _end(self, number: int) -> None:

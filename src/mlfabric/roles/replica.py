@@ -37,6 +37,7 @@ class Replica:
         self._state_version = -1
         self._epoch = settings.shard.epoch
         self._applied = AppliedIds()
+        self._fail_overs: tuple[Version, ...] = ()
         self._arriving: dict[str, tuple[str, ReplicaPart, str]] = {}  # transfer -> (buffer, about, leader)
         self._promoted = False
         self._messages = 0
@@ -74,6 +75,7 @@ class Replica:
             return [FreeBuffer(buffer)]
         self._messages += 1
         self._epoch, self._version, self._applied = about.epoch, about.version, about.applied
+        self._fail_overs = about.fail_overs
         if about.with_state:
             self._state_version = about.state_version
         shard = self._settings.shard.index
@@ -103,7 +105,7 @@ class Replica:
             dtype=self._settings.dtype,
             version=self._version,
             applied=self._applied,
-            fail_overs=(Version(promote.epoch, self._version),),
+            fail_overs=(*self._fail_overs, Version(promote.epoch, self._version)),
             promoted=True,
             state_version=self._state_version,
         )

@@ -33,10 +33,13 @@ class _UnderWay:
 
 
 class ReplicaLink:
-    def __init__(self, shard: int, epoch: int, bound: float | None) -> None:
+    def __init__(
+        self, shard: int, epoch: int, bound: float | None, fail_overs: tuple[Version, ...] = ()
+    ) -> None:
         self._shard = shard
         self._epoch = epoch
         self._bound = bound
+        self._fail_overs = fail_overs
         self._node: str | None = None
         self._held = -1  # version the replica has acknowledged
         self._state_held = -1
@@ -98,7 +101,9 @@ class ReplicaLink:
         buffer = f"image/{transfer}"
         self._under_way = _UnderWay(transfer, buffer, version, with_state, ahead)
         state_version = version if with_state else self._state_held
-        about = ReplicaPart(self._shard, self._epoch, version, applied, with_state, state_version)
+        about = ReplicaPart(
+            self._shard, self._epoch, version, applied, with_state, state_version, self._fail_overs
+        )
         return [
             Note("replicating", f"version {version}: {reason}"),
             SnapshotShard(self._shard, buffer, with_state, with_staged=ahead, for_replica=True),
@@ -121,10 +126,10 @@ class ReplicaLink:
     def retry_due(self, now: float) -> bool:
         return self.retry_at is not None and now >= self.retry_at
 
-    def acknowledged(self, message: ReplicaHas) -> tuple[list[Action], bool]:
+    def acknowledged(self, node: str, message: ReplicaHas) -> tuple[list[Action], bool]:
         """What follows from the replica's word, and whether a step that went ahead may now become visible."""
         under_way = self._under_way
-        if under_way is None or message.version < under_way.version:
+        if under_way is None or node != self._node or message.version < under_way.version:
             return [], False
         self._under_way = None
         self._held = message.version

@@ -153,7 +153,7 @@ class Scheduler:
             case UpdateRefused(update=update):
                 book.refused(update)
             case LeftOut():
-                return book.left_out(message)
+                return book.left_out(message, now)
             case SlotLate():
                 return book.slot_late(message)
             case SlotWithdrawn():

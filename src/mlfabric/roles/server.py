@@ -126,7 +126,7 @@ class Server:
         self._withdrawn: set[str] = set()  # updates given up; late bytes of theirs are refused
         self._staged: _Staged | None = None
         self._serving = Serving(self._shard, self._epoch)
-        self._link = ReplicaLink(self._shard, self._epoch, settings.settings.divergence)
+        self._link = ReplicaLink(self._shard, self._epoch, settings.settings.divergence, settings.fail_overs)
         self._counts = {"applied": 0, "messages": 0, "aggregated": 0, "overtaken": 0, "withheld": 0}
         self._divergence = 0.0
         self._largest_delay = 0
@@ -141,6 +141,8 @@ class Server:
         match event:
             case MessageReceived(sender=sender, message=DurableWanted(update=update)):
                 return self._want_durable(update, sender, now)
+            case MessageReceived(sender=sender, message=ReplicaHas() as held):
+                return self._replica_has(sender, held, now)
             case MessageReceived(message=message):
                 return self._on_message(message, now)
             case TransferArriving():
@@ -172,8 +174,6 @@ class Server:
                 return self._serve_pulls()
             case Replicate(rate_bytes_per_s=rate, reason=reason):
                 return self._replicate(reason, now, rate=rate)
-            case ReplicaHas():
-                return self._replica_has(message, now)
             case ReplicaAssigned():
                 return self._replica_assigned(message, now)
         return []
@@ -326,7 +326,7 @@ class Server:
                 return [*self._refuse_known(place.slot.group, members), *self._advance(now)]
             if not self._may_overtake(waiting, len(members)):
                 return self._complain(waiting, now)
-            return self._stage(number, place, members, parcel, waiting)
+            return self._stage(number, place, members, parcel, waiting, now)
         return []
 
     def _parcel_of(self, place: _Place) -> _Parcel | None:
@@ -366,6 +366,7 @@ class Server:
         members: tuple[MemberUpdate, ...],
         parcel: _Parcel,
         waiting: list[_Place],
+        now: float,
     ) -> list[Action]:
         del self._places[number]
         too_old = [
@@ -375,7 +376,7 @@ class Server:
             and self._version + offset - self._base_count(member) > self._max_delay
         ]
         if too_old:
-            return self._refuse_old(place, members, too_old)
+            return [*self._refuse_old(place, members, too_old), *self._advance(now)]
         self._counts["overtaken"] += len(waiting)
         self._staged = _Staged(number, members, parcel)
         actions: list[Action] = []
@@ -529,11 +530,11 @@ class Server:
         ahead = self._staged is not None and self._link.is_level(self._version)
         return self._replicate("the last attempt broke off", now, ahead=ahead)
 
-    def _replica_has(self, message: ReplicaHas, now: float) -> list[Action]:
+    def _replica_has(self, sender: str, message: ReplicaHas, now: float) -> list[Action]:
         if message.epoch != self._epoch:
             return []
         first = not self._link.filled
-        actions, ahead = self._link.acknowledged(message)
+        actions, ahead = self._link.acknowledged(sender, message)
         if first and self._link.filled:
             actions.append(self._tell(ShardReady(self._shard, self._epoch, replica_filled=True)))
         if ahead:
