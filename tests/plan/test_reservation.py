@@ -168,10 +168,10 @@ def test_fit_finds_the_first_gap_wide_and_long_enough() -> None:
     path = ledger.path("a", "b")
     ledger.hold(path, 60, 1.0, 2.0)
     ledger.hold(ledger.path("c", "b"), 100, 3.0, 4.0)
-    assert ledger.fit(path, 100, 1.0, 0.0) == 0.0
-    assert ledger.fit(path, 100, 1.5, 0.0) == 4.0
-    assert ledger.fit(path, 40, 2.5, 0.0) == 0.0
-    assert ledger.fit(path, 101, 1.0, 0.0) == math.inf
+    assert ledger.fit(path, [100, 100], 1.0, 0.0) == 0.0
+    assert ledger.fit(path, [100, 100], 1.5, 0.0) == 4.0
+    assert ledger.fit(path, [40, 40], 2.5, 0.0) == 0.0
+    assert ledger.fit(path, [101, 101], 1.0, 0.0) == math.inf
 
 
 def test_lowered_capacity_shows_as_overbooked() -> None:

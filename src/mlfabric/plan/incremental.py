@@ -201,15 +201,13 @@ class StandingPlan:
             last = max(position for position, entry in enumerate(self._order) if self._top(entry.tag) == tag)
             position = last + 1
             return position if first <= position <= deadline else None
-        position = max(first, bisect_right(self._order, finish_s, key=lambda entry: entry.finish_s))
-        while position < len(self._order) and position > first and self._inside_group(position):
-            position += 1
-        position = min(position, len(self._order))
-        if position > deadline:
-            position = deadline
-            while position > first and self._inside_group(position):
-                position -= 1
-        return position if first <= position <= deadline else None
+        latest = min(deadline, len(self._order))
+        wanted = bisect_right(self._order, finish_s, key=lambda entry: entry.finish_s)
+        wanted = min(max(wanted, first), latest)
+        for position in (*range(wanted, latest + 1), *range(wanted - 1, first - 1, -1)):
+            if position >= first and not self._inside_group(position):
+                return position
+        return None
 
     def _first_free(self) -> int:
         """The first position from which on everybody can be one later."""
@@ -282,16 +280,22 @@ class StandingPlan:
         self._order.remove(entry)
         for move in entry.moves:
             self._forget(move, now_s)
-        group = self._groups.get(entry.tag) if entry.tag is not None else None
-        if group is not None:
+        tag = entry.tag
+        while tag is not None and tag in self._groups:
+            group = self._groups[tag]
             group.members.remove(update)
             if not group.members:
-                for move in group.moves:
-                    self._forget(move, now_s)
-                del self._groups[group.tag]
-                for tags in self._joinable.values():
-                    if group.tag in tags:
-                        tags.remove(group.tag)
+                self._dissolve(group, now_s)
+            tag = group.parent
+
+    def _dissolve(self, group: _Sums, now_s: float) -> None:
+        """A group without members sends no sum."""
+        for move in group.moves:
+            self._forget(move, now_s)
+        del self._groups[group.tag]
+        for tags in self._joinable.values():
+            if group.tag in tags:
+                tags.remove(group.tag)
 
     def _forget(self, move: _Move, now_s: float) -> None:
         self.ledger.release(move.booking, now_s)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -86,6 +86,10 @@ class Staircase:
     def residual(self, at_s: float) -> float:
         return self.residuals[max(bisect_right(self.starts, at_s) - 1, 0)]
 
+    def least_after(self, now_s: float) -> float:
+        """The smallest residual from now on."""
+        return min(self.residuals[max(bisect_right(self.starts, now_s) - 1, 0) : -1])
+
     def forget_before(self, now_s: float) -> None:
         head = bisect_right(self.starts, now_s) - 1
         if head > 0:
@@ -108,7 +112,7 @@ class Booking(msgspec.Struct, frozen=True, gc=False):
     finish_s: float
 
 
-class _Doors(NamedTuple):
+class Doors(NamedTuple):
     """The links at which a host meets the network, or a rack the core."""
 
     up: Staircase
@@ -124,8 +128,8 @@ class Ledger:
     def __init__(self, network: Network, now_s: float = 0.0) -> None:
         self.network = network
         self.now_s = now_s
-        self._doors: dict[str, _Doors] = {}
-        self._racks: dict[str, _Doors] = {}
+        self._doors: dict[str, Doors] = {}
+        self._racks: dict[str, Doors] = {}
         self._log: list[Booking] = []  # releases with their rates negated
 
     # -- where a transfer goes
@@ -147,6 +151,10 @@ class Ledger:
             return (here.up, here.rack_up, there.down)
         return (here.up, here.rack_up, there.rack_down, there.down)
 
+    def doors(self, host: str) -> Doors:
+        """The links at which a host meets the network."""
+        return self._doors.get(host) or self._open(host)
+
     def stairs(self, link: Link) -> Staircase:
         """The staircase of a link; made when its owner is first asked for."""
         doors = self._doors.get(link.owner) or self._racks.get(link.owner)
@@ -156,21 +164,21 @@ class Ledger:
             )
         return doors.up if link.direction == "up" else doors.down
 
-    def _open(self, name: str) -> _Doors:
+    def _open(self, name: str) -> Doors:
         host, now_s = self.network.hosts[name], self.now_s
         up = Staircase(name, "up", host.up_bytes_per_s, now_s)
         down = Staircase(name, "down", host.down_bytes_per_s, now_s)
         if host.rack is None:
-            doors = _Doors(up, down)
+            doors = Doors(up, down)
         else:
             rack = self._racks.get(host.rack) or self._open_rack(host.rack)
-            doors = _Doors(up, down, host.rack, rack.up, rack.down)
+            doors = Doors(up, down, host.rack, rack.up, rack.down)
         self._doors[name] = doors
         return doors
 
-    def _open_rack(self, name: str) -> _Doors:
+    def _open_rack(self, name: str) -> Doors:
         rack, now_s = self.network.racks[name], self.now_s
-        self._racks[name] = doors = _Doors(
+        self._racks[name] = doors = Doors(
             Staircase(name, "up", rack.up_bytes_per_s, now_s),
             Staircase(name, "down", rack.down_bytes_per_s, now_s),
         )
@@ -257,12 +265,15 @@ class Ledger:
             if rate > 0:
                 until = min(ends)
                 done_s = at_s + left / rate
+                end_s = until if done_s > until else done_s
+                if end_s > at_s:
+                    if pieces and pieces[-1][2] == rate and pieces[-1][1] == at_s:
+                        pieces[-1] = (pieces[-1][0], end_s, rate)
+                    else:
+                        pieces.append((at_s, end_s, rate))
                 if done_s <= until:
-                    if done_s > at_s:
-                        _extend(pieces, at_s, done_s, rate)
                     return pieces, done_s
                 left -= rate * (until - at_s)
-                _extend(pieces, at_s, until, rate)
                 if left <= NOTHING_BYTES:
                     return pieces, until
                 at_s = until
@@ -282,20 +293,21 @@ class Ledger:
                         index = indices[k] = bisect_right(stairs.starts, at_s, indices[k]) - 1
                         rates[k], ends[k] = stairs.residuals[index], stairs.starts[index + 1]
 
-    def fit(self, path: Path, rate: float, duration_s: float, start_s: float) -> float:
-        """The earliest time from which every link of the path has `rate` left for `duration_s` on end."""
+    def fit(self, path: Path, rates: Sequence[float], duration_s: float, start_s: float) -> float:
+        """The earliest time from which each link of the path has its rate left for `duration_s` on end."""
         at_s = max(start_s, self.now_s)
         moved = True
         while moved:
             moved = False
-            for stairs in path:
+            for stairs, rate in zip(path, rates, strict=True):
                 if stairs.capacity < rate:
                     return INF
-                index = bisect_right(stairs.starts, at_s) - 1
+                starts, residuals = stairs.starts, stairs.residuals
+                index = bisect_right(starts, at_s) - 1
                 until = at_s + duration_s
-                while stairs.starts[index] < until:
-                    if stairs.residuals[index] < rate and stairs.starts[index] != INF:
-                        at_s = stairs.starts[index + 1]
+                while starts[index] < until:
+                    if residuals[index] < rate:
+                        at_s = starts[index + 1]
                         if at_s == INF:
                             return INF
                         until = at_s + duration_s
@@ -310,6 +322,25 @@ class Ledger:
             stairs.add(start_s, finish_s, -rate)
         self._log.append(booking)
         return booking
+
+    def hold_totals(self, totals: Mapping[Staircase, float], from_s: float, to_s: float) -> bool:
+        """Take from each link what several transfers hold together, if all have it; `log_held` says which."""
+        if from_s < self.now_s:
+            return False
+        for stairs, rate in totals.items():
+            starts, residuals = stairs.starts, stairs.residuals
+            index = bisect_right(starts, from_s) - 1
+            while starts[index] < to_s:
+                if residuals[index] < rate:
+                    return False
+                index += 1
+        for stairs, rate in totals.items():
+            stairs.add(from_s, to_s, -rate)
+        return True
+
+    def log_held(self, bookings: Iterable[Booking]) -> None:
+        """The bookings that `hold_totals` took the rates of, so that they can be undone."""
+        self._log.extend(bookings)
 
     def release(self, booking: Booking, from_s: float = -INF) -> None:
         """Give back what a booking holds from `from_s` on: all of it, or the remainder of a transfer."""
@@ -361,8 +392,9 @@ class Ledger:
             yield doors.down
 
     def overbooked(self) -> list[Link]:
-        """Links with a residual below zero, by name. Empty unless a capacity was lowered."""
-        return sorted(stairs.link for stairs in self.links() if min(stairs.residuals) < 0)
+        """Links with a residual below zero from now on, by name. Empty unless a capacity was lowered."""
+        now_s = self.now_s
+        return sorted(stairs.link for stairs in self.links() if stairs.least_after(now_s) < 0)
 
 
 def _take_both(a: Staircase, b: Staircase, size_bytes: float, at_s: float, limit: float) -> list[Piece]:
@@ -500,14 +532,6 @@ def _rebuild(
         new[0] = starts[first]
     starts[first : last + 1] = new
     residuals[first : last + 1] = rest
-
-
-def _extend(pieces: list[Piece], from_s: float, to_s: float, rate: float) -> None:
-    """Append a piece, or lengthen the last one where nothing changes."""
-    if pieces and pieces[-1][1] == from_s and pieces[-1][2] == rate:
-        pieces[-1] = (pieces[-1][0], to_s, rate)
-    else:
-        pieces.append((from_s, to_s, rate))
 
 
 def open_ledger(network: Network, reserved: Iterable[Reserved], now_s: float) -> Ledger:
