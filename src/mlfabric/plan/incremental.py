@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Final
 
 from mlfabric.plan.forest import rotation
@@ -198,13 +199,14 @@ class StandingPlan:
         """By predicted completion, but behind everybody who can't be one later; None if that is too late."""
         first = self._first_free()
         if tag is not None:  # beside its group, whose members stand together
-            last = max(position for position, entry in enumerate(self._order) if self._top(entry.tag) == tag)
-            position = last + 1
-            return position if first <= position <= deadline else None
+            behind = len(self._order)
+            while self._top(self._order[behind - 1].tag) != tag:
+                behind -= 1
+            return behind if first <= behind <= deadline else None
         latest = min(deadline, len(self._order))
-        wanted = bisect_right(self._order, finish_s, key=lambda entry: entry.finish_s)
+        wanted: int = bisect_right(self._order, finish_s, key=lambda entry: entry.finish_s)
         wanted = min(max(wanted, first), latest)
-        for position in (*range(wanted, latest + 1), *range(wanted - 1, first - 1, -1)):
+        for position in chain(range(wanted, latest + 1), range(wanted - 1, first - 1, -1)):
             if position >= first and not self._inside_group(position):
                 return position
         return None
@@ -351,6 +353,8 @@ class StandingPlan:
 
     def _book_again(self, moves: Sequence[_Move], now_s: float) -> None:
         """Give back what these transfers hold from now on, then take it again: parts first, then sums."""
+        if not moves:
+            return
         ledger = self.ledger
         left = {}
         for move in moves:
