@@ -38,6 +38,7 @@ class Cargo(NamedTuple):
     deadlines: Sequence[int] = ()  # last position of each update; empty: no bound
     chunk_bytes: int | None = None  # chains may forward chunks of this size
     levels: int = 1  # of gathers
+    search_transfers: int = 300  # that a search by local moves may lay out on trial
 
     def meets_deadlines(self, nodes: Iterable[Node]) -> bool:
         """Is there an order of the nodes in which every member is in time? The most urgent first tells."""

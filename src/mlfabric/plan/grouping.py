@@ -29,7 +29,7 @@ from mlfabric.plan.reservation import INF, Booking, Ledger, Path
 TIME_TOLERANCE: Final = 1e-9
 # Hosts looked at for each group and shard; more gain little and cost much.
 HOSTS_TRIED: Final = 4
-# Transfers that one search may lay out on trial.
+# Transfers that the search over direct runs may lay out on trial.
 TRIAL_TRANSFERS: Final = 3000
 
 
@@ -225,16 +225,20 @@ class GroupSearch:
 
     def improve(self, blocks: list[Block]) -> tuple[float, list[Block]]:
         """Take the best neighbouring plan until none is better or the trials are spent."""
-        self.trials_left = TRIAL_TRANSFERS
+        self.trials_left = self.cargo.search_transfers
         cost = self.trial(blocks)
+        tried = {tuple(blocks)}
         while True:
             best = (cost, blocks)
             for candidate in self._neighbours(blocks):
                 if self.trials_left <= 0:
                     break
-                candidate_cost = self.trial(candidate)
-                if candidate_cost < best[0] * (1 - TIME_TOLERANCE):
-                    best = (candidate_cost, candidate)
+                key = tuple(candidate)
+                if key not in tried:
+                    tried.add(key)
+                    candidate_cost = self.trial(candidate)
+                    if candidate_cost < best[0] * (1 - TIME_TOLERANCE):
+                        best = (candidate_cost, candidate)
             if best[1] is blocks:
                 return cost, blocks
             cost, blocks = best

@@ -78,6 +78,7 @@ def lay_plan(ledger: Ledger, job: JobState, offers: Sequence[Offer], now_s: floa
         deadlines=[position_deadline(offer, job) for offer in kept],
         chunk_bytes=job.chunk_bytes,
         levels=job.levels,
+        search_transfers=job.search_transfers,
     )
     if job.policy == "fair-share":
         layout = lay_out_fairly(ledger, cargo, now_s)
