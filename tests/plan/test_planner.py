@@ -148,6 +148,18 @@ def test_job_with_a_rate_limit_stays_below_it() -> None:
     assert [part.rate_bytes_per_s for placed in plan.placed for part in placed.parts] == [2e7, 2e7]
 
 
+def test_rate_limit_counts_all_transfers_of_a_host_together() -> None:
+    network = Network.of([*(Host(f"s{k}", 1e8, 1e8) for k in range(4)), Host("w", 1e8, 1e8)])
+    shards = tuple(Shard(k, f"s{k}", share=0.25) for k in range(4))
+    job = JobState(shards=shards, max_rate_bytes_per_s=2e7)
+    plan = plan_updates(network, [], job, [Offer("u", "w", "w", 10**8, 0)], 0.0)
+    assert plan.placed[0].finish_s == pytest.approx(5.0)
+    edges = sorted({part.start_s for part in plan.placed[0].parts})
+    for at_s in edges:
+        busy = [p.rate_bytes_per_s for p in plan.placed[0].parts if p.start_s <= at_s < p.finish_s]
+        assert sum(busy) <= 2e7 * (1 + 1e-9)
+
+
 def test_fair_share_moves_all_at_once() -> None:
     job = JobState(shards=(Shard(0, "s"),), policy="fair-share")
     plan = plan_updates(equal_network(4), [], job, equal_offers(4), 0.0)

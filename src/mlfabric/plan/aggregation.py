@@ -33,6 +33,8 @@ MOVES_UP_TO: Final = 16
 SEARCHED_TRANSFERS: Final = 400
 # Into how many groups by speed a rack may be cut.
 RACK_CUTS: Final = (1, 2, 4)
+# More groups must promise to cost this much less: the estimate knows nothing of sums in each other's way.
+WORTH_CUTTING: Final = 0.8
 
 
 def aggregate_updates(ledger: Ledger, cargo: Cargo, now_s: float) -> Layout:
@@ -136,7 +138,7 @@ def _gather_racks(ledger: Ledger, cargo: Cargo) -> list[Node] | None:
         groups = [group for members in ranked for group in _cut(members, cuts)]
         timed = sorted((_estimate_ready(ledger, cargo, group, leaves_s), group) for group in groups)
         cost = _estimate_cost(ledger, cargo, timed)
-        if best is None or cost < best[0]:
+        if best is None or cost < best[0] * WORTH_CUTTING:
             best = (cost, timed)
     assert best is not None
     return [*alone, *(_gather_at_members(ledger, cargo, sorted(group)) for _, group in best[1])]

@@ -77,6 +77,8 @@ def members_of(node: Node) -> tuple[int, ...]:
         return (node,)
     if isinstance(node, Chain):
         return tuple(sorted(node.orders[0]))
+    if set(map(type, node.children)) == {int}:  # as in most gathers
+        return node.children  # type: ignore[return-value]
     return tuple(index for child in node.children for index in members_of(child))
 
 
@@ -192,7 +194,9 @@ def _gather_paced(
     hosts of one rack whose links have that much left; None otherwise, and the parts are sent one by one.
     """
     at, children = node.at, node.children
-    if len(children) * len(at) < PACED_FROM_STREAMS or not all(type(child) is int for child in children):
+    if len(children) * len(at) < PACED_FROM_STREAMS or set(map(type, children)) != {int}:
+        return None
+    if ledger.host_limit < INF:
         return None
     homes = [cargo.hosts[child] for child in children]  # type: ignore[index]
     sizes = cargo.parts[children[0]]  # type: ignore[index]

@@ -85,7 +85,7 @@ class StandingPlan:
     """One job's plan on a ledger it may share with other jobs."""
 
     def __init__(self, ledger: Ledger, job: JobState, offers: Sequence[Offer], now_s: float) -> None:
-        self.ledger = ledger
+        self.ledger = ledger if job.max_rate_bytes_per_s is None else ledger.limited(job.max_rate_bytes_per_s)
         self.job = job
         self._entries: dict[str, _Entry] = {}
         self._order: list[_Entry] = []
@@ -191,7 +191,7 @@ class StandingPlan:
             start_s = move.booking.start_s
             if start_s <= now_s or size > move.size:
                 return False
-            if ledger.finish(ledger.path(host, move.source), size, now_s, self._limit()) > start_s:
+            if ledger.finish(ledger.path(host, move.source), size, now_s) > start_s:
                 return False
         return True
 
@@ -245,7 +245,7 @@ class StandingPlan:
         ledger = self.ledger
         moves: list[_Move] = []
         for s in rotation(len(sizes), position):
-            booking = ledger.reserve(ledger.path(offer.host, targets[s]), sizes[s], now_s, self._limit())
+            booking = ledger.reserve(ledger.path(offer.host, targets[s]), sizes[s], now_s)
             moves.append(_Move(offer.update, s, offer.host, targets[s], sizes[s], tag, booking))
             self._watch(moves[-1])
         moves.sort(key=lambda move: move.shard)
@@ -270,9 +270,6 @@ class StandingPlan:
     def _advance(self, now_s: float) -> None:
         if now_s > self.ledger.now_s:
             self.ledger.advance(now_s)
-
-    def _limit(self) -> float:
-        return INF if self.job.max_rate_bytes_per_s is None else self.job.max_rate_bytes_per_s
 
     # -- time and rates
 
@@ -370,7 +367,7 @@ class StandingPlan:
             if move.owner in self._groups:
                 ready_s = max(now_s, self._ready_s(move))
             path = ledger.path(move.source, move.target)
-            again = ledger.reserve(path, left[move], ready_s, self._limit())
+            again = ledger.reserve(path, left[move], ready_s)
             past = [(a, min(b, now_s), rate) for a, b, rate in move.booking.pieces if a < now_s]
             start_s = past[0][0] if past else again.start_s
             move.booking = Booking(path, [*past, *again.pieces], start_s, again.finish_s)

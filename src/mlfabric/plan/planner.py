@@ -61,6 +61,8 @@ class Laid(NamedTuple):
 
 def lay_plan(ledger: Ledger, job: JobState, offers: Sequence[Offer], now_s: float) -> Laid:
     """Order, aggregate, reserve."""
+    if job.max_rate_bytes_per_s is not None:
+        ledger = ledger.limited(job.max_rate_bytes_per_s)
     reachable, durations, unreachable = _split_reachable(ledger.network, job.shards, offers)
     ordered = order_updates(reachable, job, durations)
     kept = ordered.kept
@@ -74,7 +76,6 @@ def lay_plan(ledger: Ledger, job: JobState, offers: Sequence[Offer], now_s: floa
         servers=[shard.server for shard in job.shards],
         aggregators=frozenset(job.aggregators) if job.policy == "mlfabric" else frozenset(),
         last_counts=job.objective == "last",
-        limit=INF if job.max_rate_bytes_per_s is None else job.max_rate_bytes_per_s,
         deadlines=[position_deadline(offer, job) for offer in kept],
         chunk_bytes=job.chunk_bytes,
         levels=job.levels,

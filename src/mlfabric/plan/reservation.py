@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Final, NamedTuple
 
 import msgspec
@@ -47,9 +48,9 @@ class Staircase:
     def __init__(self, owner: str, direction: str, capacity_bytes_per_s: float, start_s: float) -> None:
         self.owner = owner
         self.direction = direction
-        self.capacity = snap_rate(capacity_bytes_per_s)
+        self.capacity = capacity = snap_rate(capacity_bytes_per_s)
         self.starts = [start_s, INF]
-        self.residuals = [self.capacity, 0.0]
+        self.residuals = [capacity, 0.0]
 
     @property
     def link(self) -> Link:
@@ -131,6 +132,8 @@ class Ledger:
         self._doors: dict[str, Doors] = {}
         self._racks: dict[str, Doors] = {}
         self._log: list[Booking] = []  # releases with their rates negated
+        self.host_limit = INF
+        self._caps: dict[str, Staircase] = {}
 
     # -- where a transfer goes
 
@@ -141,15 +144,30 @@ class Ledger:
         doors = self._doors
         here = doors.get(source) or self._open(source)
         there = doors.get(target) or self._open(target)
+        way: Path
         if here.rack == there.rack:
-            return (here.up, there.down)
-        if here.rack_up is None:
-            return (
-                (here.up, there.down) if there.rack_down is None else (here.up, there.rack_down, there.down)
-            )
-        if there.rack_down is None:
-            return (here.up, here.rack_up, there.down)
-        return (here.up, here.rack_up, there.rack_down, there.down)
+            way = (here.up, there.down)
+        elif here.rack_up is None:
+            way = (here.up, there.down) if there.rack_down is None else (here.up, there.rack_down, there.down)
+        elif there.rack_down is None:
+            way = (here.up, here.rack_up, there.down)
+        else:
+            way = (here.up, here.rack_up, there.rack_down, there.down)
+        return way if self.host_limit == INF else (self._cap(source), *way)
+
+    def limited(self, rate_bytes_per_s: float) -> Ledger:
+        """The same ledger for a job that may send no more than this from any host, all transfers together."""
+        view = copy(self)
+        view.host_limit = rate_bytes_per_s
+        view._caps = {}
+        return view
+
+    def _cap(self, host: str) -> Staircase:
+        """A link that only this job sees: what it may still send from the host."""
+        found = self._caps.get(host)
+        if found is None:
+            found = self._caps[host] = Staircase(host, "limit", self.host_limit, self.now_s)
+        return found
 
     def doors(self, host: str) -> Doors:
         """The links at which a host meets the network."""
@@ -230,7 +248,7 @@ class Ledger:
         for k in order:
             target = targets[k]
             there = doors.get(target) or self._open(target)
-            if here.rack == there.rack and here is not there and sizes[k] > 0:
+            if here.rack == there.rack and here is not there and sizes[k] > 0 and self.host_limit == INF:
                 pieces = _take_both(here.up, there.down, sizes[k], at_s, limit)
                 if pieces:
                     booking = Booking((here.up, there.down), pieces, pieces[0][0], pieces[-1][1])
@@ -327,15 +345,21 @@ class Ledger:
         """Take from each link what several transfers hold together, if all have it; `log_held` says which."""
         if from_s < self.now_s:
             return False
+        within = []  # links on which the whole stretch lies in one step
         for stairs, rate in totals.items():
             starts, residuals = stairs.starts, stairs.residuals
             index = bisect_right(starts, from_s) - 1
+            within.append(index if to_s <= starts[index + 1] else -1)
             while starts[index] < to_s:
                 if residuals[index] < rate:
                     return False
                 index += 1
-        for stairs, rate in totals.items():
-            stairs.add(from_s, to_s, -rate)
+        for (stairs, rate), index in zip(totals.items(), within, strict=True):
+            if index >= 0:
+                rest = stairs.residuals[index] - rate
+                _cut(stairs.starts, stairs.residuals, index, from_s, to_s, rest)
+            else:
+                stairs.add(from_s, to_s, -rate)
         return True
 
     def log_held(self, bookings: Iterable[Booking]) -> None:

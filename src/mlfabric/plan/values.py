@@ -59,7 +59,7 @@ class JobState:
     aggregators: tuple[str, ...] = ()  # hosts that may sum
     policy: str = "mlfabric"
     weight: float = 1.0
-    max_rate_bytes_per_s: float | None = None
+    max_rate_bytes_per_s: float | None = None  # that it may send from any one host
     last_served: str = ""  # the worker whose turn was last, for round robin
     objective: str = "mean"  # of completion times; "last" for synchronous steps
     chunk_bytes: int | None = None  # aggregators may forward chunk by chunk (chains); None: store and forward
