@@ -11,7 +11,8 @@ from scipy.optimize import linear_sum_assignment
 
 from mlfabric.plan.forest import Cargo, Gather, Node, lay_out
 from mlfabric.plan.ordering import position_deadline
-from mlfabric.plan.reservation import INF, Ledger
+from mlfabric.plan.reservation import Ledger
+from mlfabric.plan.staircase import INF
 from mlfabric.plan.values import JobState, Offer
 from tests.plan.cases import random_network
 

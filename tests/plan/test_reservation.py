@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlfabric.plan.reservation import Booking, Ledger, open_ledger, snap_rate
+from mlfabric.plan.reservation import Booking, Ledger, open_ledger
+from mlfabric.plan.staircase import snap_rate
 from mlfabric.plan.values import Reserved
 from mlfabric.topology import Host, Link, Network, Rack
 from tests.plan.plain_ledger import PlainLedger

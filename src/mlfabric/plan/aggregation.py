@@ -24,7 +24,8 @@ from typing import Final
 from mlfabric.plan.chains import chain_plans
 from mlfabric.plan.forest import Cargo, Gather, Layout, Node, lay_out
 from mlfabric.plan.grouping import HOSTS_TRIED, TIME_TOLERANCE, Block, GroupSearch
-from mlfabric.plan.reservation import INF, Ledger
+from mlfabric.plan.reservation import Ledger
+from mlfabric.plan.staircase import INF
 from mlfabric.units import format_time
 
 # Local moves are worth it for so many updates.

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from mlfabric.plan.reservation import INF, Ledger, Path, snap_rate
+from mlfabric.plan.reservation import Ledger
+from mlfabric.plan.staircase import INF, Path, snap_rate
 from mlfabric.units import format_time
 
 # Sources looked at for each receiver: those that are ready first.

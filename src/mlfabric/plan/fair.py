@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlfabric.plan.forest import Cargo, Layout, Sent, empty_layout
-from mlfabric.plan.reservation import INF, Booking, Ledger, Path, Staircase, snap_rate
+from mlfabric.plan.reservation import Booking, Ledger
+from mlfabric.plan.staircase import INF, Path, Staircase, snap_rate
 
 
 def share_rates(paths: Sequence[Path], residual: dict[int, float], limit: float = INF) -> list[float]:

@@ -20,7 +20,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple, Union
 
-from mlfabric.plan.reservation import INF, Booking, Doors, Ledger, Path, Staircase, snap_rate
+from mlfabric.plan.reservation import Booking, Doors, Ledger
+from mlfabric.plan.staircase import INF, Path, Staircase, snap_rate
 
 # Fewer streams than this are sent one after the other: the first are there early and times stay round.
 PACED_FROM_STREAMS: Final = 16

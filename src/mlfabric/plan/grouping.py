@@ -23,7 +23,8 @@ from mlfabric.plan.forest import (
     members_of,
     send,
 )
-from mlfabric.plan.reservation import INF, Booking, Ledger, Path
+from mlfabric.plan.reservation import Booking, Ledger
+from mlfabric.plan.staircase import INF, Path
 
 # Two times this close are the same time: float sums of the same transfers differ in their last bits.
 TIME_TOLERANCE: Final = 1e-9

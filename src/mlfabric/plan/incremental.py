@@ -18,7 +18,8 @@ from typing import Final
 from mlfabric.plan.forest import rotation
 from mlfabric.plan.ordering import position_deadline
 from mlfabric.plan.planner import lay_plan, split_bytes, weigh
-from mlfabric.plan.reservation import INF, Booking, Ledger
+from mlfabric.plan.reservation import Booking, Ledger
+from mlfabric.plan.staircase import INF
 from mlfabric.plan.values import Group, JobState, Offer, Part, Placed, Plan, PlannedDrop
 from mlfabric.topology import Link
 from mlfabric.units import format_time

@@ -16,7 +16,8 @@ from mlfabric.plan.fair import lay_out_fairly
 from mlfabric.plan.forest import Cargo, Layout, Sent, Sum, last_position, members_of
 from mlfabric.plan.ordering import estimate_durations, order_updates, position_deadline
 from mlfabric.plan.replication import Follower, ServerStep, plan_replication
-from mlfabric.plan.reservation import INF, Booking, Ledger, open_ledger
+from mlfabric.plan.reservation import Booking, Ledger, open_ledger
+from mlfabric.plan.staircase import INF
 from mlfabric.plan.values import (
     Group,
     HeldStep,
@@ -232,7 +233,7 @@ def _write_plan(
             into = sums[sent.tag, 0]
             way = "in a chain ending at" if into.chain else "at"
             how = (
-                f"summed with {len(into.members) - 1} others {way} {into.aggregator}; "
+                f"summed with {_count(len(into.members) - 1, 'other')} {way} {into.aggregator}; "
                 f"there in {format_time(finish_s - now_s)}"
             )
             ways[sent.tag] = how
@@ -293,6 +294,10 @@ def _replicate(
         messages += plan.messages
         held += plan.held
     return tuple(messages), tuple(held)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def weigh(delay_updates: int, concurrency: int) -> float:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
-from mlfabric.plan.reservation import INF, Booking, Ledger
+from mlfabric.plan.reservation import Booking, Ledger
+from mlfabric.plan.staircase import INF
 from mlfabric.plan.values import HeldStep, ReplicaMessage
 from mlfabric.units import format_time
 
