@@ -31,7 +31,7 @@ TIME_TOLERANCE: Final = 1e-9
 # Hosts looked at for each group and shard; more gain little and cost much.
 HOSTS_TRIED: Final = 4
 # Transfers that the search over direct runs may lay out on trial.
-TRIAL_TRANSFERS: Final = 3000
+TRIAL_TRANSFERS: Final = 1000
 
 
 class Block(NamedTuple):
@@ -83,11 +83,16 @@ class GroupSearch:
 
     def best_direct_run(self) -> tuple[float, list[Node]]:
         """The cheapest greedy plan over the lengths of the direct run; all direct if none is cheaper."""
-        best: tuple[float, list[Node]] = (self.trial([Block(0, self.count)]), list(self.units))
+        best: tuple[float, list[Node]] = (INF, list(self.units))
         for run in self._runs():
             cost, nodes = self._greedy(run)
             if cost < best[0] * (1 - TIME_TOLERANCE):
                 best = (cost, nodes)
+        single = len(self.units) == len(self.cargo.hosts)
+        if not single or least_direct_cost(self.ledger, self.cargo, self.now_s) < best[0]:
+            cost = self.trial([Block(0, self.count)])
+            if cost <= best[0]:
+                best = (cost, list(self.units))
         return best
 
     def blocks(self, nodes: Sequence[Node]) -> list[Block]:
@@ -282,6 +287,22 @@ class GroupSearch:
         )
         shards = range(len(self.cargo.servers))
         return [tuple(ranked[(k + s) % len(ranked)] for s in shards) for k in range(len(ranked))]
+
+
+def least_direct_cost(ledger: Ledger, cargo: Cargo, now_s: float) -> float:
+    """No plan without sums costs less: every server takes in all parts one after the other."""
+    least = 0.0
+    for shard, server in enumerate(cargo.servers):
+        coming = [
+            parts[shard] for parts, host in zip(cargo.parts, cargo.hosts, strict=True) if host != server
+        ]
+        if coming:
+            # The k-th to come in is there no sooner than k of the smallest take.
+            total = float(min(coming) * len(coming))
+            if not cargo.last_counts:
+                total *= (len(coming) + 1) / 2 / len(cargo.hosts)
+            least = max(least, total / ledger.network.hosts[server].down_bytes_per_s)
+    return now_s + least
 
 
 def _homes(cargo: Cargo, unit: Node) -> Iterable[str]:
