@@ -142,6 +142,11 @@ def test_offer_from_an_unknown_host_is_dropped_by_name() -> None:
     assert plan.drops[0].reason == "host w9 is not in the network"
 
 
+def test_job_without_servers_drops_by_reason() -> None:
+    plan = plan_updates(equal_network(1), [], JobState(), equal_offers(1), 0.0)
+    assert plan.drops[0].reason == "its job has no server for it"
+
+
 def test_job_with_a_rate_limit_stays_below_it() -> None:
     job = JobState(shards=(Shard(0, "s"),), max_rate_bytes_per_s=2e7)
     plan = plan_updates(equal_network(2), [], job, equal_offers(2), 0.0)

@@ -202,6 +202,13 @@ def test_past_is_forgotten_when_time_advances() -> None:
     assert len(path[0].starts) < 150
 
 
+def test_transfer_without_a_rate_never_ends_and_holds_nothing() -> None:
+    network = Network.of([Host("a", 100, 100), Host("b", 100, 100)])
+    ledger = open_ledger(network, [Reserved("a", "b", 100, 0.0)], 0.0)
+    assert ledger.finish(ledger.path("a", "b"), 1, 0.0, 0.0) == math.inf
+    assert ledger.finish(ledger.path("a", "b"), 100, 0.0) == 1.0
+
+
 def test_transfer_over_a_dead_link_is_refused() -> None:
     ledger = Ledger(Network.of([Host("a", 0, 100), Host("b", 100, 100)]))
     assert ledger.finish(ledger.path("a", "b"), 1, 0.0) == math.inf

@@ -110,8 +110,9 @@ def _split_reachable(
     """Offers that can be sent at all, with their durations; the others are dropped, by name."""
     known = [offer for offer in offers if offer.host in network.hosts]
     gone = sorted({shard.server for shard in shards if shard.server not in network.hosts})
-    if gone:
-        drops = [PlannedDrop(offer.update, f"server {gone[0]} is not in the network") for offer in known]
+    if gone or not shards:
+        why = f"server {gone[0]} is not in the network" if gone else "its job has no server for it"
+        drops = [PlannedDrop(offer.update, why) for offer in known]
         reachable, durations = [], {}
     else:
         durations = estimate_durations(network, shards, known)

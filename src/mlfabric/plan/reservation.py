@@ -189,6 +189,8 @@ class Ledger:
         left = size_bytes
         if limit != INF:
             limit = snap_rate(limit)
+            if limit <= 0:
+                return pieces, INF
         indices, ends, rates = [], [], []
         for stairs in path:
             index = bisect_right(stairs.starts, at_s) - 1

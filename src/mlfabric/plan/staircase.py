@@ -98,6 +98,8 @@ def take_both(a: Staircase, b: Staircase, size_bytes: float, at_s: float, limit:
 
     The same as `walk` and `add`, with the steps of each link between start and finish rebuilt in one pass.
     """
+    if limit <= 0:
+        return []
     a_starts, a_residuals, b_starts, b_residuals = a.starts, a.residuals, b.starts, b.residuals
     i = bisect_right(a_starts, at_s) - 1
     j = bisect_right(b_starts, at_s) - 1
