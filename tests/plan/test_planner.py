@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlfabric.plan.ordering import POLICIES
+from mlfabric.plan.ordering import POLICIES, WITHOUT_BOUND
 from mlfabric.plan.planner import plan_on_ledger, plan_updates, split_bytes
 from mlfabric.plan.reservation import open_ledger
 from mlfabric.plan.values import JobState, Offer, Reserved, Shard
 from mlfabric.topology import Host, Network
-from tests.plan.cases import equal_network, equal_offers, random_case
+from tests.plan.cases import equal_network, equal_offers, odd_case, random_case
 
 seeds = st.integers(0, 10**6)
 policies = st.sampled_from(sorted(POLICIES))
@@ -107,6 +107,30 @@ def test_groups_and_parts_agree(seed: int) -> None:
         assert group.aggregator in job.aggregators
         assert group.target == job.shards[group.shard].server
     assert hosts
+
+
+@settings(max_examples=80, deadline=None)
+@given(seeds, policies, st.randoms(use_true_random=False))
+def test_odd_clusters_get_plans_that_keep_every_promise(
+    seed: int, policy: str, shuffler: random.Random
+) -> None:
+    network, moving, job, offers = odd_case(seed)
+    job = replace(job, policy=policy)
+    ledger = open_ledger(network, moving, 1.0)
+    plan = plan_on_ledger(ledger, job, offers, 1.0)
+    assert ledger.overbooked() == []
+    named = [placed.update for placed in plan.placed] + [drop.update for drop in plan.drops]
+    assert sorted(named) == sorted(offer.update for offer in offers)
+    for position, placed in enumerate(plan.placed):
+        assert placed.position == position
+        if job.max_delay is not None and policy not in WITHOUT_BOUND:
+            assert placed.delay_updates <= job.max_delay
+        for part in placed.parts:
+            assert 1.0 <= part.start_s <= part.finish_s <= placed.finish_s + 1e-9
+            assert part.group is None or placed.update in plan.group(part.group).members
+    shuffler.shuffle(offers)
+    shuffler.shuffle(moving)
+    assert plan_updates(network, moving, job, offers, 1.0) == plan
 
 
 @pytest.mark.parametrize(("workers", "transfer_times"), [(8, 4), (15, 5), (30, 8), (64, 11), (100, 14)])

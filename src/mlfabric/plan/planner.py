@@ -116,17 +116,20 @@ def _split_reachable(
         reachable, durations = [], {}
     else:
         durations = estimate_durations(network, shards, known)
-        reachable = [offer for offer in known if durations[offer.update] < INF]
-        drops = [
-            PlannedDrop(offer.update, f"no bandwidth from {offer.host} to its servers")
-            for offer in known
-            if durations[offer.update] == INF
+        reachable, drops = known, []
+        if INF in durations.values():
+            reachable = [offer for offer in known if durations[offer.update] < INF]
+            drops = [
+                PlannedDrop(offer.update, f"no bandwidth from {offer.host} to its servers")
+                for offer in known
+                if durations[offer.update] == INF
+            ]
+    if len(known) < len(offers):
+        drops += [
+            PlannedDrop(offer.update, f"host {offer.host} is not in the network")
+            for offer in offers
+            if offer.host not in network.hosts
         ]
-    drops += [
-        PlannedDrop(offer.update, f"host {offer.host} is not in the network")
-        for offer in offers
-        if offer.host not in network.hosts
-    ]
     return reachable, durations, sorted(drops, key=lambda drop: drop.update)
 
 
@@ -215,29 +218,24 @@ def _write_plan(
     drops: Sequence[PlannedDrop],
     now_s: float,
 ) -> Plan:
-    sums = {(found.tag, found.shard): found for found in layout.sums}
+    first_sums = {found.tag: found for found in layout.sums if found.shard == 0}
     bound = "no bound" if job.max_delay is None else f"bound {job.max_delay}"
-    placed = []
-    ways: dict[str, str] = {}
     shards = [shard.index for shard in job.shards]
-    messages = _messages(layout, cargo.deadlines)
-    order = _number(messages)
+    ways: dict[str, str] = {}  # of groups, by tag
+    placed = []
+    order = _number(_messages(layout, cargo.deadlines))
     for position, index in enumerate(order):
         offer, sent, finish_s = kept[index], layout.sent[index], layout.finishes[index]
         delay = job.placed_version + position - offer.base_version
         if sent.tag is None:
-            how = (
-                f"direct by policy {job.policy}, alone it takes {format_time(durations_s[offer.update])}; "
-                f"there in {format_time(finish_s - now_s)}"
-            )
-        elif (how := ways.get(sent.tag, "")) == "":
-            into = sums[sent.tag, 0]
-            way = "in a chain ending at" if into.chain else "at"
-            how = (
-                f"summed with {_count(len(into.members) - 1, 'other')} {way} {into.aggregator}; "
-                f"there in {format_time(finish_s - now_s)}"
-            )
-            ways[sent.tag] = how
+            alone = format_time(durations_s[offer.update])
+            way = f"direct by policy {job.policy}, alone it takes {alone}"
+            way = f"{way}; there in {format_time(finish_s - now_s)}"
+        elif sent.tag in ways:
+            way = ways[sent.tag]
+        else:
+            way = f"{_tell_group(first_sums[sent.tag])}; there in {format_time(finish_s - now_s)}"
+            ways[sent.tag] = way
         placed.append(
             Placed(
                 offer.update,
@@ -246,18 +244,18 @@ def _write_plan(
                 weigh(delay, job.concurrency),
                 _write_parts(shards, cargo.parts[index], sent),
                 finish_s,
-                f"{how}, delay {delay}, {bound}",
+                f"{way}, delay {delay}, {bound}",
             )
         )
-    groups = []
-    members: dict[str, tuple[tuple[str, ...], set[str]]] = {}  # updates and their hosts, by tag
-    for found in layout.sums:
-        if found.tag not in members:
-            names = tuple(kept[index].update for index in found.members)
-            members[found.tag] = (names, {cargo.hosts[index] for index in found.members})
-        groups.append(_write_group(job, found, *members[found.tag]))
+    groups = _write_groups(job, kept, cargo, layout)
     replication, held = _replicate(ledger, job, kept, cargo, layout, order, now_s)
-    return Plan(tuple(placed), tuple(groups), tuple(drops), replication, held)
+    return Plan(tuple(placed), groups, tuple(drops), replication, held)
+
+
+def _tell_group(found: Sum) -> str:
+    others = len(found.members) - 1
+    where = "in a chain ending at" if found.chain else "at"
+    return f"summed with {others} other{'' if others == 1 else 's'} {where} {found.aggregator}"
 
 
 def _replicate(
@@ -297,10 +295,6 @@ def _replicate(
     return tuple(messages), tuple(held)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def weigh(delay_updates: int, concurrency: int) -> float:
     """The share of a full step an update of this delay makes: 1 up to the concurrency, n/delay beyond."""
     return 1.0 if delay_updates <= concurrency else concurrency / delay_updates
@@ -308,13 +302,23 @@ def weigh(delay_updates: int, concurrency: int) -> float:
 
 def _write_parts(shards: Sequence[int], sizes: Sequence[int], sent: Sent) -> tuple[Part, ...]:
     parts = []
-    targets, tag = sent.targets, sent.tag
-    for s, booking in enumerate(sent.bookings):
-        size, start_s, finish_s = sizes[s], booking.start_s, booking.finish_s
+    for shard, target, size, booking in zip(shards, sent.targets, sizes, sent.bookings, strict=True):
+        start_s, finish_s = booking.start_s, booking.finish_s
         rate = size / (finish_s - start_s) if finish_s > start_s else INF
-        group = None if tag is None else f"{tag}.{shards[s]}"
-        parts.append(Part(shards[s], targets[s], size, start_s, finish_s, rate, group))
+        group = None if sent.tag is None else f"{sent.tag}.{shard}"
+        parts.append(Part(shard, target, size, start_s, finish_s, rate, group))
     return tuple(parts)
+
+
+def _write_groups(job: JobState, kept: Sequence[Offer], cargo: Cargo, layout: Layout) -> tuple[Group, ...]:
+    groups = []
+    members: dict[str, tuple[tuple[str, ...], set[str]]] = {}  # updates and their hosts, by tag
+    for found in layout.sums:
+        if found.tag not in members:
+            names = tuple(kept[index].update for index in found.members)
+            members[found.tag] = (names, {cargo.hosts[index] for index in found.members})
+        groups.append(_write_group(job, found, *members[found.tag]))
+    return tuple(groups)
 
 
 def _mean_rate(booking: Booking, size_bytes: int) -> float:
