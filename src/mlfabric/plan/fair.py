@@ -13,7 +13,7 @@ from mlfabric.plan.reservation import Booking, Ledger
 from mlfabric.plan.staircase import INF, Path, Staircase, snap_rate
 
 
-def share_rates(paths: Sequence[Path], residual: dict[int, float], limit: float = INF) -> list[float]:
+def share_rates(paths: Sequence[Path], residual: dict[int, float]) -> list[float]:
     """Max-min fair rates: fill all equally, freeze those over the link that is full first, go on.
 
     `residual` is what each staircase (by id) has to give. A path without links gets an infinite rate.
@@ -35,10 +35,9 @@ def share_rates(paths: Sequence[Path], residual: dict[int, float], limit: float 
         )
         if full is None:
             return rates
-        level = snap_rate(min(full[0], limit))
+        level = snap_rate(full[0])
         key = list(users)[full[1]]
-        frozen = list(users[key]) if full[0] <= limit else [i for w in users.values() for i in w]
-        for index in set(frozen):
+        for index in list(users[key]):
             rates[index] = level
             for stairs in paths[index]:
                 left[id(stairs)] -= level
@@ -52,7 +51,7 @@ def lay_out_fairly(ledger: Ledger, cargo: Cargo, now_s: float) -> Layout:
     touched: dict[int, Staircase] = {id(stairs): stairs for path in paths for stairs in path}
     # A link's fair split may rely only on what it has left for good: until the last transfer under way ends.
     residual = {key: max(0.0, min(stairs.residuals[:-1])) for key, stairs in touched.items()}
-    rates = share_rates(paths, residual, cargo.limit)
+    rates = share_rates(paths, residual)
     sizes = [size for parts in cargo.parts for size in parts]
     bookings: dict[int, Booking] = {}
     for k, (path, rate, size) in enumerate(zip(paths, rates, sizes, strict=True)):
@@ -60,7 +59,7 @@ def lay_out_fairly(ledger: Ledger, cargo: Cargo, now_s: float) -> Layout:
             bookings[k] = ledger.hold(path, rate, now_s, now_s + size / rate)
     for k, (path, size) in enumerate(zip(paths, sizes, strict=True)):
         if k not in bookings:  # a link is taken for now: queue behind those that hold it
-            bookings[k] = ledger.reserve(path, size, now_s, cargo.limit)
+            bookings[k] = ledger.reserve(path, size, now_s)
     layout = empty_layout(range(count))
     for i in range(count):
         row = [bookings[i * len(shards) + s] for s in shards]

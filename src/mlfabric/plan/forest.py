@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple, Union
 
@@ -35,7 +35,6 @@ class Cargo(NamedTuple):
     servers: Sequence[str]  # host, by shard
     aggregators: frozenset[str] = frozenset()  # hosts that may sum
     last_counts: bool = False  # cost: the last completion instead of the mean
-    limit: float = INF  # bytes per second that one transfer may take
     deadlines: Sequence[int] = ()  # last position of each update; empty: no bound
     chunk_bytes: int | None = None  # chains may forward chunks of this size
     levels: int = 1  # of gathers
@@ -181,7 +180,7 @@ def send_update(
     """Reserve an update's parts from its worker to the targets."""
     sizes = cargo.parts[index]
     order = rotation(len(sizes), index)
-    bookings = ledger.reserve_parts(cargo.hosts[index], targets, sizes, order, now_s, cargo.limit)
+    bookings = ledger.reserve_parts(cargo.hosts[index], targets, sizes, order, now_s)
     return Sent(targets, bookings, tag)
 
 
@@ -212,7 +211,7 @@ def _gather_paced(
     loads = _stream_loads(homes, ups, downs, own, senders, sizes)
     lasts_s = max([load / stairs.capacity if stairs.capacity > 0 else INF for stairs, load in loads.items()])
     rates = [snap_rate(size / lasts_s) if 0 < lasts_s < INF else 0.0 for size in sizes]
-    if min(rates) <= 0 or max(rates) > cargo.limit:
+    if min(rates) <= 0:
         return None
     finish_s = now_s + max([size / rate for size, rate in zip(sizes, rates, strict=True)])
     totals = _stream_loads(homes, ups, downs, own, senders, rates)
@@ -269,7 +268,7 @@ def forward(
     for shard in rotation(len(targets), members[0]):
         at, target = node.at[shard], targets[shard]
         ready_s = max([arrival[shard].finish_s for arrival in arrivals])
-        booking = ledger.reserve(ledger.path(at, target), sizes[shard], ready_s, cargo.limit)
+        booking = ledger.reserve(ledger.path(at, target), sizes[shard], ready_s)
         layout.sums.append(Sum(tag, parent, shard, at, target, members, ready_s, booking, sizes[shard]))
         bookings[shard] = booking
     return bookings
@@ -311,7 +310,7 @@ def _send_chain(
         size = max(cargo.parts[index][shard] for index in order)
         stops = (*hosts, targets[shard])
         paths = [ledger.path(here, there) for here, there in pairwise(stops)]
-        hops = _reserve_hops(ledger, paths, size, min(cargo.chunk_bytes, size), cargo.limit, now_s)
+        hops = _reserve_hops(ledger, paths, size, min(cargo.chunk_bytes, size), now_s)
         for index, there, hop in zip(order, stops[1:], hops, strict=True):
             steps[index].append((there, hop))
         ready_s = max(hops[-1].start_s, hops[-2].start_s) if len(hops) > 1 else hops[-1].start_s
@@ -325,13 +324,13 @@ def _send_chain(
 
 
 def _reserve_hops(
-    ledger: Ledger, paths: Sequence[Path], size_bytes: int, chunk_bytes: int, limit: float, now_s: float
+    ledger: Ledger, paths: Sequence[Path], size_bytes: int, chunk_bytes: int, now_s: float
 ) -> list[Booking]:
     """Every hop at the same rate, each a chunk behind the one before, as early as all of them fit."""
     crossed = Counter(
         stairs for path in paths for stairs in path
     )  # a rack's link may be crossed several times
-    widest = snap_rate(min([limit, *(stairs.capacity / times for stairs, times in crossed.items())]))
+    widest = snap_rate(min([stairs.capacity / times for stairs, times in crossed.items()], default=INF))
     if widest == INF:
         return [ledger.hold((), INF, now_s, now_s) for _ in paths]
     best: tuple[float, float, float] | None = None
@@ -377,11 +376,3 @@ def _fit_hops(
                 while start_s + k * lag_s < free_s:
                     start_s += math.ulp(free_s)
     return start_s
-
-
-def walk_nodes(nodes: Iterable[Node]) -> Iterator[Node]:
-    """Every node, parents before children."""
-    for node in nodes:
-        yield node
-        if isinstance(node, Gather):
-            yield from walk_nodes(node.children)

@@ -211,8 +211,8 @@ class GroupSearch:
     def _free_s(self, aggregator: str, server: str, size_bytes: int) -> float:
         """When the server's link is free for a sum from this aggregator."""
         path = self.ledger.path(aggregator, server)
-        finish_s = self.ledger.finish(path, size_bytes, self.now_s, self.cargo.limit)
-        return finish_s - _alone(path, size_bytes, self.cargo.limit)
+        finish_s = self.ledger.finish(path, size_bytes, self.now_s)
+        return finish_s - _alone(path, size_bytes)
 
     def _choose_hosts(
         self, first: int, used: dict[str, int], targets: Sequence[str]
@@ -314,9 +314,9 @@ def _homes(cargo: Cargo, unit: Node) -> Iterable[str]:
     return sorted({cargo.hosts[order[-1]] for order in unit.orders})
 
 
-def _alone(path: Path, size_bytes: float, limit: float) -> float:
+def _alone(path: Path, size_bytes: float) -> float:
     """Seconds a transfer takes over idle links."""
-    return size_bytes / min([limit, *(stairs.capacity for stairs in path)])
+    return size_bytes / min([stairs.capacity for stairs in path], default=INF)
 
 
 def _across(left: Block, right: Block) -> Iterator[list[Block]]:

@@ -158,26 +158,23 @@ class Ledger:
         sizes: Sequence[int],
         order: Iterable[int],
         start_s: float,
-        limit: float,
     ) -> list[Booking]:
         """`reserve` for the parts of one update, in the given order; bookings in the order of the targets."""
         doors, log = self._doors, self._log
         here = doors.get(source) or self._open(source)
         at_s = start_s if start_s > self.now_s else self.now_s
-        if limit != INF:
-            limit = snap_rate(limit)
         bookings: list[Booking] = [None] * len(sizes)  # type: ignore[list-item]
         for k in order:
             target = targets[k]
             there = doors.get(target) or self._open(target)
             if here.rack == there.rack and here is not there and sizes[k] > 0 and self.host_limit == INF:
-                pieces = take_both(here.up, there.down, sizes[k], at_s, limit)
+                pieces = take_both(here.up, there.down, sizes[k], at_s, INF)
                 if pieces:
                     booking = Booking((here.up, there.down), pieces, pieces[0][0], pieces[-1][1])
                     log.append(booking)
                     bookings[k] = booking
                     continue
-            bookings[k] = self.reserve(self.path(source, target), sizes[k], start_s, limit)
+            bookings[k] = self.reserve(self.path(source, target), sizes[k], start_s)
         return bookings
 
     def walk(self, path: Path, size_bytes: float, start_s: float, limit: float) -> tuple[list[Piece], float]:
