@@ -7,6 +7,7 @@ moment, held to the end of each transfer; they are feasible, so the ledger can h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 
 from mlfabric.plan.forest import Cargo, Layout, Sent, empty_layout
 from mlfabric.plan.reservation import Booking, Ledger
@@ -24,24 +25,24 @@ def share_rates(paths: Sequence[Path], residual: dict[int, float]) -> list[float
     for index, path in enumerate(paths):
         for stairs in path:
             users.setdefault(id(stairs), set()).add(index)
-    while True:
-        full = min(
-            (
-                (left[key] / len(waiting), order)
-                for order, (key, waiting) in enumerate(users.items())
-                if waiting
-            ),
-            default=None,
-        )
-        if full is None:
-            return rates
-        level = snap_rate(full[0])
-        key = list(users)[full[1]]
+    order = {key: number for number, key in enumerate(users)}  # ties: the link met first
+    heap = [(left[key] / len(waiting), order[key], key) for key, waiting in users.items()]
+    heapify(heap)
+    while heap:
+        share, _, key = heappop(heap)
+        if not users[key]:
+            continue
+        now = left[key] / len(users[key])
+        if share < now:  # others have left it since: it is full later
+            heappush(heap, (now, order[key], key))
+            continue
+        level = snap_rate(min(share, now))
         for index in list(users[key]):
             rates[index] = level
             for stairs in paths[index]:
                 left[id(stairs)] -= level
                 users[id(stairs)].discard(index)
+    return rates
 
 
 def lay_out_fairly(ledger: Ledger, cargo: Cargo, now_s: float) -> Layout:
