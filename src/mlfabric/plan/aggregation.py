@@ -35,7 +35,7 @@ SEARCHED_TRANSFERS: Final = 250
 # Into how many groups by speed a rack may be cut.
 RACK_CUTS: Final = (1, 2, 4)
 # More groups must promise to cost this much less: the estimate knows nothing of sums in each other's way.
-WORTH_CUTTING: Final = 0.8
+WORTH_CUTTING: Final = 0.75
 
 
 def aggregate_updates(ledger: Ledger, cargo: Cargo, now_s: float) -> Layout:
