@@ -65,3 +65,46 @@ def random_case(
         for _ in range(draw.randint(0, 3))
     ]
     return network, moving, job, offers
+
+
+def odd_case(seed: int) -> tuple[Network, list[Reserved], JobState, list[Offer]]:
+    """What a cluster can come to: workers beside servers, two on a host, empty updates, hosts gone."""
+    draw = random.Random(seed)
+    network = random_network(draw, draw.randint(1, 8), draw.choice((0, 0, 2, 3)))
+    names = list(network.hosts)
+    shards = []
+    for k in range(draw.randint(1, 4)):
+        server, replica = draw.choice(names), draw.choice([None, *names])
+        shards.append(
+            Shard(k, server, replica if replica != server else None, share=draw.choice((1, 0.5, 0.1)))
+        )
+    job = JobState(
+        placed_version=40,
+        max_delay=draw.choice((None, 5, 20, 40)),
+        concurrency=draw.randint(1, 9),
+        shards=tuple(shards),
+        aggregators=tuple(draw.sample(names, draw.randint(0, len(names)))),
+        objective=draw.choice(("mean", "last")),
+        chunk_bytes=draw.choice((None, None, 1000, 10**6, 10**9)),
+        levels=draw.choice((1, 2, 3)),
+        divergence=draw.choice((None, 0.0, 1.0, 5.0)),
+        max_rate_bytes_per_s=draw.choice((None, None, 3e7)),
+    )
+    offers = [
+        Offer(
+            f"u{i}",
+            f"w{i // 2}",
+            draw.choice([*names, "gone"]) if draw.random() < 0.1 else draw.choice(names),
+            draw.choice((10**7, 10**7, 5 * 10**6, 0, 1, 3)),
+            40 - draw.randint(0, 20),
+            norm=draw.random(),
+            arrival=i,
+            drops_in_row=draw.choice((0, 0, 1, 3)),
+        )
+        for i in range(draw.randint(0, 14))
+    ]
+    moving = [
+        Reserved(draw.choice(names), draw.choice(names), draw.uniform(0, 1e7), draw.choice((0.0, 1e6, RATE)))
+        for _ in range(draw.randint(0, 4))
+    ]
+    return network, moving, job, offers

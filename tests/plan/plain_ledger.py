@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from mlfabric.plan.reservation import NOTHING_BYTES, snap_rate
+from mlfabric.plan.staircase import NOTHING_BYTES, snap_rate
 from mlfabric.topology import Link, Network
 
 Held = tuple[tuple[Link, ...], float, float, float]  # links, from, to, rate

@@ -10,55 +10,22 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import linear_sum_assignment
 
 from mlfabric.errors import FabricError
-from mlfabric.plan.ordering import POLICIES, estimate_duration, order_updates, position_deadline
+from mlfabric.plan.ordering import POLICIES, estimate_duration, order_updates
 from mlfabric.plan.values import JobState, Offer, Shard
 from mlfabric.topology import Host, Network
-
-Case = tuple[list[Offer], JobState, dict[str, float]]
+from tests.plan.oracles import best_assignment, completions, feasible, ordering_case
 
 
 def offer(name: str, base_version: int = 0, arrival: int = 0, drops_in_row: int = 0) -> Offer:
     return Offer(f"u-{name}", name, name, 100, base_version, arrival=arrival, drops_in_row=drops_in_row)
 
 
-def random_case(seed: int, most: int = 6) -> Case:
-    draw = random.Random(seed)
-    count = draw.randint(1, most)
-    job = JobState(placed_version=20, max_delay=draw.randint(0, 12))
-    offers = [offer(f"w{i}", 20 - draw.randint(0, 12), arrival=i) for i in range(count)]
-    if draw.random() < 0.5:
-        durations = {o.update: float(draw.randint(1, 4)) for o in offers}
-    else:
-        durations = {o.update: draw.uniform(0.1, 4.0) for o in offers}
-    return offers, job, durations
-
-
-def completions(order: tuple[Offer, ...], durations: dict[str, float]) -> float:
-    return sum(itertools.accumulate(durations[o.update] for o in order))
-
-
-def feasible(order: tuple[Offer, ...], job: JobState) -> bool:
-    return all(position_deadline(o, job) >= p for p, o in enumerate(order))
-
-
-def best_assignment(kept: int, offers: list[Offer], job: JobState, durations: dict[str, float]) -> float:
-    """The least sum of completions of any `kept` offers in any feasible order: an assignment to positions."""
-    forbidden = 1e9
-    cost = np.full((len(offers), kept), forbidden)
-    for row, o in enumerate(offers):
-        for position in range(min(kept, position_deadline(o, job) + 1)):
-            cost[row, position] = durations[o.update] * (kept - position)
-    rows, columns = linear_sum_assignment(cost)
-    return float(cost[rows, columns].sum())
-
-
 @pytest.mark.parametrize("block", range(4))
 def test_drops_are_minimal_and_the_order_of_the_kept_is_optimal(block: int) -> None:
     for seed in range(block * 750, (block + 1) * 750):
-        offers, job, durations = random_case(seed)
+        offers, job, durations = ordering_case(seed)
         ordered = order_updates(offers, job, durations)
         assert feasible(ordered.kept, job), seed
         assert len(ordered.kept) + len(ordered.drops) == len(offers), seed
@@ -84,7 +51,7 @@ def test_drops_are_minimal_and_the_order_of_the_kept_is_optimal(block: int) -> N
 def test_kept_set_is_near_the_assignment_optimum() -> None:
     ratios = []
     for seed in range(2000):
-        offers, job, durations = random_case(seed, most=9)
+        offers, job, durations = ordering_case(seed, most=9)
         ordered = order_updates(offers, job, durations)
         if ordered.kept:
             best = best_assignment(len(ordered.kept), offers, job, durations)
@@ -99,7 +66,7 @@ def test_kept_set_is_near_the_assignment_optimum() -> None:
 def test_order_does_not_depend_on_the_sequence_of_the_offers(
     seed: int, policy: str, shuffler: random.Random
 ) -> None:
-    offers, job, durations = random_case(seed, most=12)
+    offers, job, durations = ordering_case(seed, most=12)
     job = replace(job, policy=policy)
     shuffled = list(offers)
     shuffler.shuffle(shuffled)
@@ -109,7 +76,7 @@ def test_order_does_not_depend_on_the_sequence_of_the_offers(
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 10**6), st.randoms(use_true_random=False))
 def test_our_order_does_not_depend_on_who_arrived_first(seed: int, shuffler: random.Random) -> None:
-    offers, job, durations = random_case(seed, most=12)
+    offers, job, durations = ordering_case(seed, most=12)
     numbers = list(range(len(offers)))
     shuffler.shuffle(numbers)
     renumbered = [replace(o, arrival=k) for o, k in zip(offers, numbers, strict=True)]
@@ -120,7 +87,7 @@ def test_our_order_does_not_depend_on_who_arrived_first(seed: int, shuffler: ran
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from(["mlfabric", "arrival", "oldest", "round-robin"]))
 def test_bounded_policies_never_exceed_the_bound_and_say_why_they_drop(seed: int, policy: str) -> None:
-    offers, job, durations = random_case(seed, most=12)
+    offers, job, durations = ordering_case(seed, most=12)
     ordered = order_updates(offers, replace(job, policy=policy), durations)
     assert feasible(ordered.kept, job)
     for drop in ordered.drops:

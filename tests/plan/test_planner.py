@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlfabric.plan.ordering import POLICIES
+from mlfabric.plan.ordering import POLICIES, WITHOUT_BOUND
 from mlfabric.plan.planner import plan_on_ledger, plan_updates, split_bytes
 from mlfabric.plan.reservation import open_ledger
 from mlfabric.plan.values import JobState, Offer, Reserved, Shard
 from mlfabric.topology import Host, Network
-from tests.plan.cases import equal_network, equal_offers, random_case
+from tests.plan.cases import equal_network, equal_offers, odd_case, random_case
 
 seeds = st.integers(0, 10**6)
 policies = st.sampled_from(sorted(POLICIES))
@@ -109,6 +109,30 @@ def test_groups_and_parts_agree(seed: int) -> None:
     assert hosts
 
 
+@settings(max_examples=80, deadline=None)
+@given(seeds, policies, st.randoms(use_true_random=False))
+def test_odd_clusters_get_plans_that_keep_every_promise(
+    seed: int, policy: str, shuffler: random.Random
+) -> None:
+    network, moving, job, offers = odd_case(seed)
+    job = replace(job, policy=policy)
+    ledger = open_ledger(network, moving, 1.0)
+    plan = plan_on_ledger(ledger, job, offers, 1.0)
+    assert ledger.overbooked() == []
+    named = [placed.update for placed in plan.placed] + [drop.update for drop in plan.drops]
+    assert sorted(named) == sorted(offer.update for offer in offers)
+    for position, placed in enumerate(plan.placed):
+        assert placed.position == position
+        if job.max_delay is not None and policy not in WITHOUT_BOUND:
+            assert placed.delay_updates <= job.max_delay
+        for part in placed.parts:
+            assert 1.0 <= part.start_s <= part.finish_s <= placed.finish_s + 1e-9
+            assert part.group is None or placed.update in plan.group(part.group).members
+    shuffler.shuffle(offers)
+    shuffler.shuffle(moving)
+    assert plan_updates(network, moving, job, offers, 1.0) == plan
+
+
 @pytest.mark.parametrize(("workers", "transfer_times"), [(8, 4), (15, 5), (30, 8), (64, 11), (100, 14)])
 def test_equal_updates_gather_on_the_way(workers: int, transfer_times: int) -> None:
     network = equal_network(workers)
@@ -142,10 +166,27 @@ def test_offer_from_an_unknown_host_is_dropped_by_name() -> None:
     assert plan.drops[0].reason == "host w9 is not in the network"
 
 
+def test_job_without_servers_drops_by_reason() -> None:
+    plan = plan_updates(equal_network(1), [], JobState(), equal_offers(1), 0.0)
+    assert plan.drops[0].reason == "its job has no server for it"
+
+
 def test_job_with_a_rate_limit_stays_below_it() -> None:
     job = JobState(shards=(Shard(0, "s"),), max_rate_bytes_per_s=2e7)
     plan = plan_updates(equal_network(2), [], job, equal_offers(2), 0.0)
     assert [part.rate_bytes_per_s for placed in plan.placed for part in placed.parts] == [2e7, 2e7]
+
+
+def test_rate_limit_counts_all_transfers_of_a_host_together() -> None:
+    network = Network.of([*(Host(f"s{k}", 1e8, 1e8) for k in range(4)), Host("w", 1e8, 1e8)])
+    shards = tuple(Shard(k, f"s{k}", share=0.25) for k in range(4))
+    job = JobState(shards=shards, max_rate_bytes_per_s=2e7)
+    plan = plan_updates(network, [], job, [Offer("u", "w", "w", 10**8, 0)], 0.0)
+    assert plan.placed[0].finish_s == pytest.approx(5.0)
+    edges = sorted({part.start_s for part in plan.placed[0].parts})
+    for at_s in edges:
+        busy = [p.rate_bytes_per_s for p in plan.placed[0].parts if p.start_s <= at_s < p.finish_s]
+        assert sum(busy) <= 2e7 * (1 + 1e-9)
 
 
 def test_fair_share_moves_all_at_once() -> None:

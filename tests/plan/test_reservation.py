@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlfabric.plan.reservation import Booking, Ledger, open_ledger, snap_rate
+from mlfabric.plan.reservation import Booking, Ledger, open_ledger
+from mlfabric.plan.staircase import snap_rate
 from mlfabric.plan.values import Reserved
 from mlfabric.topology import Host, Link, Network, Rack
 from tests.plan.plain_ledger import PlainLedger
@@ -168,10 +169,10 @@ def test_fit_finds_the_first_gap_wide_and_long_enough() -> None:
     path = ledger.path("a", "b")
     ledger.hold(path, 60, 1.0, 2.0)
     ledger.hold(ledger.path("c", "b"), 100, 3.0, 4.0)
-    assert ledger.fit(path, 100, 1.0, 0.0) == 0.0
-    assert ledger.fit(path, 100, 1.5, 0.0) == 4.0
-    assert ledger.fit(path, 40, 2.5, 0.0) == 0.0
-    assert ledger.fit(path, 101, 1.0, 0.0) == math.inf
+    assert ledger.fit(path, [100, 100], 1.0, 0.0) == 0.0
+    assert ledger.fit(path, [100, 100], 1.5, 0.0) == 4.0
+    assert ledger.fit(path, [40, 40], 2.5, 0.0) == 0.0
+    assert ledger.fit(path, [101, 101], 1.0, 0.0) == math.inf
 
 
 def test_lowered_capacity_shows_as_overbooked() -> None:
@@ -199,6 +200,13 @@ def test_past_is_forgotten_when_time_advances() -> None:
     ledger.advance(150.0)
     assert ledger.finish(path, 100, 0.0) == pytest.approx(151.5)
     assert len(path[0].starts) < 150
+
+
+def test_transfer_without_a_rate_never_ends_and_holds_nothing() -> None:
+    network = Network.of([Host("a", 100, 100), Host("b", 100, 100)])
+    ledger = open_ledger(network, [Reserved("a", "b", 100, 0.0)], 0.0)
+    assert ledger.finish(ledger.path("a", "b"), 1, 0.0, 0.0) == math.inf
+    assert ledger.finish(ledger.path("a", "b"), 100, 0.0) == 1.0
 
 
 def test_transfer_over_a_dead_link_is_refused() -> None:

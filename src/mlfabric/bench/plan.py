@@ -40,6 +40,12 @@ SHARDS = 4
 JOBS = 2
 UPDATE_BYTES = 100_000_000
 LATE_SHARE = 0.1
+SINGLE_CASES = [
+    (1000, 1000, "full"),
+    (10_000, 4096, "full"),
+    (1000, 1000, "incremental-offer"),
+    (1000, 1000, "incremental-rate"),
+]
 GROWTH_OFFERS = (250, 500, 1000, 2000, 4000, 8000)
 
 
@@ -216,16 +222,7 @@ def fit_exponent(cases: Sequence[Case]) -> float:
 
 def run_benchmark(repeats: int, seed: int) -> dict[str, object]:
     """All cases of the command, and how the full plan grows."""
-    single = measure(
-        [
-            (1000, 1000, "full"),
-            (10_000, 4096, "full"),
-            (1000, 1000, "incremental-offer"),
-            (1000, 1000, "incremental-rate"),
-        ],
-        repeats,
-        seed,
-    )
+    single = measure(SINGLE_CASES, repeats, seed)
     growth = measure([(offers, offers, "full") for offers in GROWTH_OFFERS], repeats, seed)
     return {
         "cases": [asdict(case) for case in (*single, *growth)],

@@ -23,16 +23,19 @@ from typing import Final
 
 from mlfabric.plan.chains import chain_plans
 from mlfabric.plan.forest import Cargo, Gather, Layout, Node, lay_out
-from mlfabric.plan.grouping import HOSTS_TRIED, TIME_TOLERANCE, Block, GroupSearch
-from mlfabric.plan.reservation import INF, Ledger
+from mlfabric.plan.grouping import HOSTS_TRIED, TIME_TOLERANCE, Block, GroupSearch, least_direct_cost
+from mlfabric.plan.reservation import Ledger
+from mlfabric.plan.staircase import INF
 from mlfabric.units import format_time
 
 # Local moves are worth it for so many updates.
 MOVES_UP_TO: Final = 16
 # Beyond so many transfers only the likeliest form is laid out: racks first if there are racks.
-SEARCHED_TRANSFERS: Final = 400
+SEARCHED_TRANSFERS: Final = 250
 # Into how many groups by speed a rack may be cut.
 RACK_CUTS: Final = (1, 2, 4)
+# More groups must promise to cost this much less: the estimate knows nothing of sums in each other's way.
+WORTH_CUTTING: Final = 0.75
 
 
 def aggregate_updates(ledger: Ledger, cargo: Cargo, now_s: float) -> Layout:
@@ -44,7 +47,7 @@ def aggregate_updates(ledger: Ledger, cargo: Cargo, now_s: float) -> Layout:
     mark = ledger.mark()
     best_cost, best, standing = INF, direct, None
     for nodes in _candidates(ledger, cargo, direct, mark, now_s):
-        if nodes is direct and _least_direct_cost(ledger, cargo, now_s) >= best_cost:
+        if nodes is direct and least_direct_cost(ledger, cargo, now_s) >= best_cost:
             continue
         if not cargo.meets_deadlines(nodes):
             continue
@@ -57,22 +60,6 @@ def aggregate_updates(ledger: Ledger, cargo: Cargo, now_s: float) -> Layout:
         ledger.undo(mark)
         standing = lay_out(ledger, cargo, best, now_s)
     return standing
-
-
-def _least_direct_cost(ledger: Ledger, cargo: Cargo, now_s: float) -> float:
-    """No plan without sums costs less: every server takes in all parts one after the other."""
-    least = 0.0
-    for shard, server in enumerate(cargo.servers):
-        coming = [
-            parts[shard] for parts, host in zip(cargo.parts, cargo.hosts, strict=True) if host != server
-        ]
-        if coming:
-            # The k-th to come in is there no sooner than k of the smallest take.
-            total = float(min(coming) * len(coming))
-            if not cargo.last_counts:
-                total *= (len(coming) + 1) / 2 / len(cargo.hosts)
-            least = max(least, total / ledger.network.hosts[server].down_bytes_per_s)
-    return now_s + least
 
 
 def _candidates(
@@ -136,7 +123,7 @@ def _gather_racks(ledger: Ledger, cargo: Cargo) -> list[Node] | None:
         groups = [group for members in ranked for group in _cut(members, cuts)]
         timed = sorted((_estimate_ready(ledger, cargo, group, leaves_s), group) for group in groups)
         cost = _estimate_cost(ledger, cargo, timed)
-        if best is None or cost < best[0]:
+        if best is None or cost < best[0] * WORTH_CUTTING:
             best = (cost, timed)
     assert best is not None
     return [*alone, *(_gather_at_members(ledger, cargo, sorted(group)) for _, group in best[1])]

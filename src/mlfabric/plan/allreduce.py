@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from mlfabric.plan.reservation import INF
+from mlfabric.plan.staircase import INF
 from mlfabric.topology import Link, Network
 from mlfabric.units import format_time
 

@@ -7,12 +7,14 @@ moment, held to the end of each transfer; they are feasible, so the ledger can h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 
 from mlfabric.plan.forest import Cargo, Layout, Sent, empty_layout
-from mlfabric.plan.reservation import INF, Booking, Ledger, Path, Staircase, snap_rate
+from mlfabric.plan.reservation import Booking, Ledger
+from mlfabric.plan.staircase import INF, Path, Staircase, snap_rate
 
 
-def share_rates(paths: Sequence[Path], residual: dict[int, float], limit: float = INF) -> list[float]:
+def share_rates(paths: Sequence[Path], residual: dict[int, float]) -> list[float]:
     """Max-min fair rates: fill all equally, freeze those over the link that is full first, go on.
 
     `residual` is what each staircase (by id) has to give. A path without links gets an infinite rate.
@@ -23,25 +25,24 @@ def share_rates(paths: Sequence[Path], residual: dict[int, float], limit: float 
     for index, path in enumerate(paths):
         for stairs in path:
             users.setdefault(id(stairs), set()).add(index)
-    while True:
-        full = min(
-            (
-                (left[key] / len(waiting), order)
-                for order, (key, waiting) in enumerate(users.items())
-                if waiting
-            ),
-            default=None,
-        )
-        if full is None:
-            return rates
-        level = snap_rate(min(full[0], limit))
-        key = list(users)[full[1]]
-        frozen = list(users[key]) if full[0] <= limit else [i for w in users.values() for i in w]
-        for index in set(frozen):
+    order = {key: number for number, key in enumerate(users)}  # ties: the link met first
+    heap = [(left[key] / len(waiting), order[key], key) for key, waiting in users.items()]
+    heapify(heap)
+    while heap:
+        share, _, key = heappop(heap)
+        if not users[key]:
+            continue
+        now = left[key] / len(users[key])
+        if share < now:  # others have left it since: it is full later
+            heappush(heap, (now, order[key], key))
+            continue
+        level = snap_rate(min(share, now))
+        for index in list(users[key]):
             rates[index] = level
             for stairs in paths[index]:
                 left[id(stairs)] -= level
                 users[id(stairs)].discard(index)
+    return rates
 
 
 def lay_out_fairly(ledger: Ledger, cargo: Cargo, now_s: float) -> Layout:
@@ -51,7 +52,7 @@ def lay_out_fairly(ledger: Ledger, cargo: Cargo, now_s: float) -> Layout:
     touched: dict[int, Staircase] = {id(stairs): stairs for path in paths for stairs in path}
     # A link's fair split may rely only on what it has left for good: until the last transfer under way ends.
     residual = {key: max(0.0, min(stairs.residuals[:-1])) for key, stairs in touched.items()}
-    rates = share_rates(paths, residual, cargo.limit)
+    rates = share_rates(paths, residual)
     sizes = [size for parts in cargo.parts for size in parts]
     bookings: dict[int, Booking] = {}
     for k, (path, rate, size) in enumerate(zip(paths, rates, sizes, strict=True)):
@@ -59,7 +60,7 @@ def lay_out_fairly(ledger: Ledger, cargo: Cargo, now_s: float) -> Layout:
             bookings[k] = ledger.hold(path, rate, now_s, now_s + size / rate)
     for k, (path, size) in enumerate(zip(paths, sizes, strict=True)):
         if k not in bookings:  # a link is taken for now: queue behind those that hold it
-            bookings[k] = ledger.reserve(path, size, now_s, cargo.limit)
+            bookings[k] = ledger.reserve(path, size, now_s)
     layout = empty_layout(range(count))
     for i in range(count):
         row = [bookings[i * len(shards) + s] for s in shards]

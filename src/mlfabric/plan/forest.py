@@ -15,11 +15,16 @@ compares lists of nodes by laying them out and undoing it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Union
+from typing import Final, NamedTuple, Union
 
-from mlfabric.plan.reservation import INF, Booking, Ledger, Path, snap_rate
+from mlfabric.plan.reservation import Booking, Doors, Ledger
+from mlfabric.plan.staircase import INF, Path, Staircase, snap_rate
+
+# Fewer streams than this are sent one after the other: the first are there early and times stay round.
+PACED_FROM_STREAMS: Final = 16
 
 
 class Cargo(NamedTuple):
@@ -30,10 +35,10 @@ class Cargo(NamedTuple):
     servers: Sequence[str]  # host, by shard
     aggregators: frozenset[str] = frozenset()  # hosts that may sum
     last_counts: bool = False  # cost: the last completion instead of the mean
-    limit: float = INF  # bytes per second that one transfer may take
     deadlines: Sequence[int] = ()  # last position of each update; empty: no bound
     chunk_bytes: int | None = None  # chains may forward chunks of this size
     levels: int = 1  # of gathers
+    search_transfers: int = 300  # that a search by local moves may lay out on trial
 
     def meets_deadlines(self, nodes: Iterable[Node]) -> bool:
         """Is there an order of the nodes in which every member is in time? The most urgent first tells."""
@@ -72,6 +77,8 @@ def members_of(node: Node) -> tuple[int, ...]:
         return (node,)
     if isinstance(node, Chain):
         return tuple(sorted(node.orders[0]))
+    if set(map(type, node.children)) == {int}:  # as in most gathers
+        return node.children  # type: ignore[return-value]
     return tuple(index for child in node.children for index in members_of(child))
 
 
@@ -158,10 +165,12 @@ def send(
         return sent.bookings
     if isinstance(node, Chain):
         return _send_chain(ledger, cargo, layout, node, targets, tag, parent, now_s)
-    arrivals = [
-        send(ledger, cargo, layout, child, node.at, f"{tag}-{k}", tag, now_s)
-        for k, child in enumerate(node.children)
-    ]
+    arrivals: Sequence[Sequence[Booking]] | None = _gather_paced(ledger, cargo, layout, node, tag, now_s)
+    if arrivals is None:
+        arrivals = [
+            send(ledger, cargo, layout, child, node.at, f"{tag}-{k}", tag, now_s)
+            for k, child in enumerate(node.children)
+        ]
     return forward(ledger, cargo, layout, node, arrivals, targets, tag, parent)
 
 
@@ -171,8 +180,75 @@ def send_update(
     """Reserve an update's parts from its worker to the targets."""
     sizes = cargo.parts[index]
     order = rotation(len(sizes), index)
-    bookings = ledger.reserve_parts(cargo.hosts[index], targets, sizes, order, now_s, cargo.limit)
+    bookings = ledger.reserve_parts(cargo.hosts[index], targets, sizes, order, now_s)
     return Sent(targets, bookings, tag)
+
+
+def _gather_paced(
+    ledger: Ledger, cargo: Cargo, layout: Layout, node: Gather, tag: str, now_s: float
+) -> list[list[Booking]] | None:
+    """Reserve a gather's parts so that all arrive together, as soon as its fullest link allows.
+
+    The sum waits for the last part anyway, so nothing is lost by sending the others no faster; each link then
+    carries one even stream instead of bursts, and is booked once. Only for updates of one size at different
+    hosts of one rack whose links have that much left; None otherwise, and the parts are sent one by one.
+    """
+    at, children = node.at, node.children
+    if len(children) * len(at) < PACED_FROM_STREAMS or set(map(type, children)) != {int}:
+        return None
+    if ledger.host_limit < INF:
+        return None
+    homes = [cargo.hosts[child] for child in children]  # type: ignore[index]
+    sizes = cargo.parts[children[0]]  # type: ignore[index]
+    if len({*homes}) < len(homes) or any(cargo.parts[child] != sizes for child in children):  # type: ignore[index]
+        return None
+    ups, downs = [ledger.doors(home) for home in homes], [ledger.doors(host) for host in at]
+    if len({doors.rack for doors in (*ups, *downs)}) > 1:
+        return None
+    senders = [len(homes) - (host in homes) for host in at]
+    own = {home: [shard for shard, host in enumerate(at) if host == home] for home in at if home in homes}
+    # Bytes first, then rates that let the fullest link take just as long.
+    loads = _stream_loads(homes, ups, downs, own, senders, sizes)
+    lasts_s = max([load / stairs.capacity if stairs.capacity > 0 else INF for stairs, load in loads.items()])
+    rates = [snap_rate(size / lasts_s) if 0 < lasts_s < INF else 0.0 for size in sizes]
+    if min(rates) <= 0:
+        return None
+    finish_s = now_s + max([size / rate for size, rate in zip(sizes, rates, strict=True)])
+    totals = _stream_loads(homes, ups, downs, own, senders, rates)
+    if not ledger.hold_totals(totals, now_s, finish_s):
+        return None
+    pieces = [[(now_s, finish_s, rate)] for rate in rates]
+    ways = [(doors.down, piece) for doors, piece in zip(downs, pieces, strict=True)]
+    here = Booking((), [], now_s, now_s)
+    arrivals = []
+    for child, home, doors in zip(children, homes, ups, strict=True):
+        up = doors.up
+        bookings = [Booking((up, down), piece, now_s, finish_s) for down, piece in ways]
+        for shard in own.get(home, ()):
+            bookings[shard] = here
+        ledger.log_held(bookings)
+        layout.sent[child] = Sent(at, bookings, tag)  # type: ignore[index]
+        arrivals.append(bookings)
+    return arrivals
+
+
+def _stream_loads(
+    homes: Sequence[str],
+    ups: Sequence[Doors],
+    downs: Sequence[Doors],
+    own: Mapping[str, Sequence[int]],
+    senders: Sequence[int],
+    amounts: Sequence[float],
+) -> dict[Staircase, float]:
+    """What streams of these amounts by shard, from every home to every shard's host, put on each link."""
+    whole = sum(amounts)
+    loads: dict[Staircase, float] = {doors.up: whole for doors in ups}
+    for home, doors in zip(homes, ups, strict=True):
+        for shard in own.get(home, ()):
+            loads[doors.up] -= amounts[shard]
+    for doors, count, amount in zip(downs, senders, amounts, strict=True):
+        loads[doors.down] = loads.get(doors.down, 0.0) + count * amount
+    return loads
 
 
 def forward(
@@ -192,7 +268,7 @@ def forward(
     for shard in rotation(len(targets), members[0]):
         at, target = node.at[shard], targets[shard]
         ready_s = max([arrival[shard].finish_s for arrival in arrivals])
-        booking = ledger.reserve(ledger.path(at, target), sizes[shard], ready_s, cargo.limit)
+        booking = ledger.reserve(ledger.path(at, target), sizes[shard], ready_s)
         layout.sums.append(Sum(tag, parent, shard, at, target, members, ready_s, booking, sizes[shard]))
         bookings[shard] = booking
     return bookings
@@ -234,7 +310,7 @@ def _send_chain(
         size = max(cargo.parts[index][shard] for index in order)
         stops = (*hosts, targets[shard])
         paths = [ledger.path(here, there) for here, there in pairwise(stops)]
-        hops = _reserve_hops(ledger, paths, size, min(cargo.chunk_bytes, size), cargo.limit, now_s)
+        hops = _reserve_hops(ledger, paths, size, min(cargo.chunk_bytes, size), now_s)
         for index, there, hop in zip(order, stops[1:], hops, strict=True):
             steps[index].append((there, hop))
         ready_s = max(hops[-1].start_s, hops[-2].start_s) if len(hops) > 1 else hops[-1].start_s
@@ -248,17 +324,21 @@ def _send_chain(
 
 
 def _reserve_hops(
-    ledger: Ledger, paths: Sequence[Path], size_bytes: int, chunk_bytes: int, limit: float, now_s: float
+    ledger: Ledger, paths: Sequence[Path], size_bytes: int, chunk_bytes: int, now_s: float
 ) -> list[Booking]:
     """Every hop at the same rate, each a chunk behind the one before, as early as all of them fit."""
-    widest = snap_rate(min([limit, *(stairs.capacity for path in paths for stairs in path)]))
+    crossed = Counter(
+        stairs for path in paths for stairs in path
+    )  # a rack's link may be crossed several times
+    widest = snap_rate(min([stairs.capacity / times for stairs, times in crossed.items()], default=INF))
     if widest == INF:
         return [ledger.hold((), INF, now_s, now_s) for _ in paths]
     best: tuple[float, float, float] | None = None
     for rate in (widest, snap_rate(widest * 0.5)):
         if rate <= 0:
             continue
-        start_s = _fit_hops(ledger, paths, rate, size_bytes / rate, chunk_bytes / rate, now_s)
+        needs = [[rate * crossed[stairs] for stairs in path] for path in paths]
+        start_s = _fit_hops(ledger, paths, needs, size_bytes / rate, chunk_bytes / rate, now_s)
         finish_s = start_s + (size_bytes + (len(paths) - 1) * chunk_bytes) / rate
         if best is None or finish_s < best[0]:
             best = (finish_s, start_s, rate)
@@ -273,16 +353,21 @@ def _reserve_hops(
 
 
 def _fit_hops(
-    ledger: Ledger, paths: Sequence[Path], rate: float, lasts_s: float, lag_s: float, now_s: float
+    ledger: Ledger,
+    paths: Sequence[Path],
+    needs: Sequence[Sequence[float]],
+    lasts_s: float,
+    lag_s: float,
+    now_s: float,
 ) -> float:
-    """The earliest start from which every hop, each `lag_s` after the one before, finds `rate` free."""
+    """The earliest start at which every hop, each `lag_s` after the one before, finds its rate free."""
     start_s = now_s
     moved = True
     while moved:
         moved = False
         for k, path in enumerate(paths):
             begin_s = start_s + k * lag_s
-            free_s = ledger.fit(path, rate, lasts_s, begin_s)
+            free_s = ledger.fit(path, needs[k], lasts_s, begin_s)
             if free_s == INF:
                 return INF
             if free_s > begin_s:
@@ -291,11 +376,3 @@ def _fit_hops(
                 while start_s + k * lag_s < free_s:
                     start_s += math.ulp(free_s)
     return start_s
-
-
-def walk_nodes(nodes: Iterable[Node]) -> Iterator[Node]:
-    """Every node, parents before children."""
-    for node in nodes:
-        yield node
-        if isinstance(node, Gather):
-            yield from walk_nodes(node.children)

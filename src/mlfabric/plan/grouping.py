@@ -23,14 +23,15 @@ from mlfabric.plan.forest import (
     members_of,
     send,
 )
-from mlfabric.plan.reservation import INF, Booking, Ledger, Path
+from mlfabric.plan.reservation import Booking, Ledger
+from mlfabric.plan.staircase import INF, Path
 
 # Two times this close are the same time: float sums of the same transfers differ in their last bits.
 TIME_TOLERANCE: Final = 1e-9
 # Hosts looked at for each group and shard; more gain little and cost much.
 HOSTS_TRIED: Final = 4
-# Transfers that one search may lay out on trial.
-TRIAL_TRANSFERS: Final = 3000
+# Transfers that the search over direct runs may lay out on trial.
+TRIAL_TRANSFERS: Final = 1000
 
 
 class Block(NamedTuple):
@@ -82,11 +83,16 @@ class GroupSearch:
 
     def best_direct_run(self) -> tuple[float, list[Node]]:
         """The cheapest greedy plan over the lengths of the direct run; all direct if none is cheaper."""
-        best: tuple[float, list[Node]] = (self.trial([Block(0, self.count)]), list(self.units))
+        best: tuple[float, list[Node]] = (INF, list(self.units))
         for run in self._runs():
             cost, nodes = self._greedy(run)
             if cost < best[0] * (1 - TIME_TOLERANCE):
                 best = (cost, nodes)
+        single = len(self.units) == len(self.cargo.hosts)
+        if not single or least_direct_cost(self.ledger, self.cargo, self.now_s) < best[0]:
+            cost = self.trial([Block(0, self.count)])
+            if cost <= best[0]:
+                best = (cost, list(self.units))
         return best
 
     def blocks(self, nodes: Sequence[Node]) -> list[Block]:
@@ -205,8 +211,8 @@ class GroupSearch:
     def _free_s(self, aggregator: str, server: str, size_bytes: int) -> float:
         """When the server's link is free for a sum from this aggregator."""
         path = self.ledger.path(aggregator, server)
-        finish_s = self.ledger.finish(path, size_bytes, self.now_s, self.cargo.limit)
-        return finish_s - _alone(path, size_bytes, self.cargo.limit)
+        finish_s = self.ledger.finish(path, size_bytes, self.now_s)
+        return finish_s - _alone(path, size_bytes)
 
     def _choose_hosts(
         self, first: int, used: dict[str, int], targets: Sequence[str]
@@ -225,16 +231,20 @@ class GroupSearch:
 
     def improve(self, blocks: list[Block]) -> tuple[float, list[Block]]:
         """Take the best neighbouring plan until none is better or the trials are spent."""
-        self.trials_left = TRIAL_TRANSFERS
+        self.trials_left = self.cargo.search_transfers
         cost = self.trial(blocks)
+        tried = {tuple(blocks)}
         while True:
             best = (cost, blocks)
             for candidate in self._neighbours(blocks):
                 if self.trials_left <= 0:
                     break
-                candidate_cost = self.trial(candidate)
-                if candidate_cost < best[0] * (1 - TIME_TOLERANCE):
-                    best = (candidate_cost, candidate)
+                key = tuple(candidate)
+                if key not in tried:
+                    tried.add(key)
+                    candidate_cost = self.trial(candidate)
+                    if candidate_cost < best[0] * (1 - TIME_TOLERANCE):
+                        best = (candidate_cost, candidate)
             if best[1] is blocks:
                 return cost, blocks
             cost, blocks = best
@@ -279,6 +289,22 @@ class GroupSearch:
         return [tuple(ranked[(k + s) % len(ranked)] for s in shards) for k in range(len(ranked))]
 
 
+def least_direct_cost(ledger: Ledger, cargo: Cargo, now_s: float) -> float:
+    """No plan without sums costs less: every server takes in all parts one after the other."""
+    least = 0.0
+    for shard, server in enumerate(cargo.servers):
+        coming = [
+            parts[shard] for parts, host in zip(cargo.parts, cargo.hosts, strict=True) if host != server
+        ]
+        if coming:
+            # The k-th to come in is there no sooner than k of the smallest take.
+            total = float(min(coming) * len(coming))
+            if not cargo.last_counts:
+                total *= (len(coming) + 1) / 2 / len(cargo.hosts)
+            least = max(least, total / ledger.network.hosts[server].down_bytes_per_s)
+    return now_s + least
+
+
 def _homes(cargo: Cargo, unit: Node) -> Iterable[str]:
     """Where a unit is before it is sent."""
     if isinstance(unit, int):
@@ -288,9 +314,9 @@ def _homes(cargo: Cargo, unit: Node) -> Iterable[str]:
     return sorted({cargo.hosts[order[-1]] for order in unit.orders})
 
 
-def _alone(path: Path, size_bytes: float, limit: float) -> float:
+def _alone(path: Path, size_bytes: float) -> float:
     """Seconds a transfer takes over idle links."""
-    return size_bytes / min([limit, *(stairs.capacity for stairs in path)])
+    return size_bytes / min([stairs.capacity for stairs in path], default=INF)
 
 
 def _across(left: Block, right: Block) -> Iterator[list[Block]]:

@@ -12,12 +12,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Final
 
 from mlfabric.plan.forest import rotation
 from mlfabric.plan.ordering import position_deadline
 from mlfabric.plan.planner import lay_plan, split_bytes, weigh
-from mlfabric.plan.reservation import INF, Booking, Ledger
+from mlfabric.plan.reservation import Booking, Ledger
+from mlfabric.plan.staircase import INF
 from mlfabric.plan.values import Group, JobState, Offer, Part, Placed, Plan, PlannedDrop
 from mlfabric.topology import Link
 from mlfabric.units import format_time
@@ -84,7 +86,7 @@ class StandingPlan:
     """One job's plan on a ledger it may share with other jobs."""
 
     def __init__(self, ledger: Ledger, job: JobState, offers: Sequence[Offer], now_s: float) -> None:
-        self.ledger = ledger
+        self.ledger = ledger if job.max_rate_bytes_per_s is None else ledger.limited(job.max_rate_bytes_per_s)
         self.job = job
         self._entries: dict[str, _Entry] = {}
         self._order: list[_Entry] = []
@@ -190,7 +192,7 @@ class StandingPlan:
             start_s = move.booking.start_s
             if start_s <= now_s or size > move.size:
                 return False
-            if ledger.finish(ledger.path(host, move.source), size, now_s, self._limit()) > start_s:
+            if ledger.finish(ledger.path(host, move.source), size, now_s) > start_s:
                 return False
         return True
 
@@ -198,18 +200,17 @@ class StandingPlan:
         """By predicted completion, but behind everybody who can't be one later; None if that is too late."""
         first = self._first_free()
         if tag is not None:  # beside its group, whose members stand together
-            last = max(position for position, entry in enumerate(self._order) if self._top(entry.tag) == tag)
-            position = last + 1
-            return position if first <= position <= deadline else None
-        position = max(first, bisect_right(self._order, finish_s, key=lambda entry: entry.finish_s))
-        while position < len(self._order) and position > first and self._inside_group(position):
-            position += 1
-        position = min(position, len(self._order))
-        if position > deadline:
-            position = deadline
-            while position > first and self._inside_group(position):
-                position -= 1
-        return position if first <= position <= deadline else None
+            behind = len(self._order)
+            while self._top(self._order[behind - 1].tag) != tag:
+                behind -= 1
+            return behind if first <= behind <= deadline else None
+        latest = min(deadline, len(self._order))
+        wanted: int = bisect_right(self._order, finish_s, key=lambda entry: entry.finish_s)
+        wanted = min(max(wanted, first), latest)
+        for position in chain(range(wanted, latest + 1), range(wanted - 1, first - 1, -1)):
+            if position >= first and not self._inside_group(position):
+                return position
+        return None
 
     def _first_free(self) -> int:
         """The first position from which on everybody can be one later."""
@@ -245,7 +246,7 @@ class StandingPlan:
         ledger = self.ledger
         moves: list[_Move] = []
         for s in rotation(len(sizes), position):
-            booking = ledger.reserve(ledger.path(offer.host, targets[s]), sizes[s], now_s, self._limit())
+            booking = ledger.reserve(ledger.path(offer.host, targets[s]), sizes[s], now_s)
             moves.append(_Move(offer.update, s, offer.host, targets[s], sizes[s], tag, booking))
             self._watch(moves[-1])
         moves.sort(key=lambda move: move.shard)
@@ -271,9 +272,6 @@ class StandingPlan:
         if now_s > self.ledger.now_s:
             self.ledger.advance(now_s)
 
-    def _limit(self) -> float:
-        return INF if self.job.max_rate_bytes_per_s is None else self.job.max_rate_bytes_per_s
-
     # -- time and rates
 
     def remove(self, update: str, now_s: float) -> None:
@@ -282,16 +280,22 @@ class StandingPlan:
         self._order.remove(entry)
         for move in entry.moves:
             self._forget(move, now_s)
-        group = self._groups.get(entry.tag) if entry.tag is not None else None
-        if group is not None:
+        tag = entry.tag
+        while tag is not None and tag in self._groups:
+            group = self._groups[tag]
             group.members.remove(update)
             if not group.members:
-                for move in group.moves:
-                    self._forget(move, now_s)
-                del self._groups[group.tag]
-                for tags in self._joinable.values():
-                    if group.tag in tags:
-                        tags.remove(group.tag)
+                self._dissolve(group, now_s)
+            tag = group.parent
+
+    def _dissolve(self, group: _Sums, now_s: float) -> None:
+        """A group without members sends no sum."""
+        for move in group.moves:
+            self._forget(move, now_s)
+        del self._groups[group.tag]
+        for tags in self._joinable.values():
+            if group.tag in tags:
+                tags.remove(group.tag)
 
     def _forget(self, move: _Move, now_s: float) -> None:
         self.ledger.release(move.booking, now_s)
@@ -347,6 +351,8 @@ class StandingPlan:
 
     def _book_again(self, moves: Sequence[_Move], now_s: float) -> None:
         """Give back what these transfers hold from now on, then take it again: parts first, then sums."""
+        if not moves:
+            return
         ledger = self.ledger
         left = {}
         for move in moves:
@@ -362,7 +368,7 @@ class StandingPlan:
             if move.owner in self._groups:
                 ready_s = max(now_s, self._ready_s(move))
             path = ledger.path(move.source, move.target)
-            again = ledger.reserve(path, left[move], ready_s, self._limit())
+            again = ledger.reserve(path, left[move], ready_s)
             past = [(a, min(b, now_s), rate) for a, b, rate in move.booking.pieces if a < now_s]
             start_s = past[0][0] if past else again.start_s
             move.booking = Booking(path, [*past, *again.pieces], start_s, again.finish_s)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from mlfabric.errors import FabricError
 from mlfabric.plan.planner import plan_on_ledger, plan_updates
-from mlfabric.plan.reservation import INF, open_ledger
+from mlfabric.plan.reservation import open_ledger
+from mlfabric.plan.staircase import INF
 from mlfabric.plan.values import JobState, Offer, Plan, Reserved
 from mlfabric.topology import Host, Network, Rack
 from mlfabric.units import format_time

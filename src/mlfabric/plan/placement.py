@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from mlfabric.errors import FabricError
-from mlfabric.plan.reservation import INF
+from mlfabric.plan.staircase import INF
 from mlfabric.plan.values import Shard
 from mlfabric.topology import Link, Network
 from mlfabric.units import format_rate, format_time

@@ -16,7 +16,8 @@ from mlfabric.plan.fair import lay_out_fairly
 from mlfabric.plan.forest import Cargo, Layout, Sent, Sum, last_position, members_of
 from mlfabric.plan.ordering import estimate_durations, order_updates, position_deadline
 from mlfabric.plan.replication import Follower, ServerStep, plan_replication
-from mlfabric.plan.reservation import INF, Booking, Ledger, open_ledger
+from mlfabric.plan.reservation import Booking, Ledger, open_ledger
+from mlfabric.plan.staircase import INF
 from mlfabric.plan.values import (
     Group,
     HeldStep,
@@ -61,6 +62,8 @@ class Laid(NamedTuple):
 
 def lay_plan(ledger: Ledger, job: JobState, offers: Sequence[Offer], now_s: float) -> Laid:
     """Order, aggregate, reserve."""
+    if job.max_rate_bytes_per_s is not None:
+        ledger = ledger.limited(job.max_rate_bytes_per_s)
     reachable, durations, unreachable = _split_reachable(ledger.network, job.shards, offers)
     ordered = order_updates(reachable, job, durations)
     kept = ordered.kept
@@ -74,10 +77,10 @@ def lay_plan(ledger: Ledger, job: JobState, offers: Sequence[Offer], now_s: floa
         servers=[shard.server for shard in job.shards],
         aggregators=frozenset(job.aggregators) if job.policy == "mlfabric" else frozenset(),
         last_counts=job.objective == "last",
-        limit=INF if job.max_rate_bytes_per_s is None else job.max_rate_bytes_per_s,
         deadlines=[position_deadline(offer, job) for offer in kept],
         chunk_bytes=job.chunk_bytes,
         levels=job.levels,
+        search_transfers=job.search_transfers,
     )
     if job.policy == "fair-share":
         layout = lay_out_fairly(ledger, cargo, now_s)
@@ -107,22 +110,26 @@ def _split_reachable(
     """Offers that can be sent at all, with their durations; the others are dropped, by name."""
     known = [offer for offer in offers if offer.host in network.hosts]
     gone = sorted({shard.server for shard in shards if shard.server not in network.hosts})
-    if gone:
-        drops = [PlannedDrop(offer.update, f"server {gone[0]} is not in the network") for offer in known]
+    if gone or not shards:
+        why = f"server {gone[0]} is not in the network" if gone else "its job has no server for it"
+        drops = [PlannedDrop(offer.update, why) for offer in known]
         reachable, durations = [], {}
     else:
         durations = estimate_durations(network, shards, known)
-        reachable = [offer for offer in known if durations[offer.update] < INF]
-        drops = [
-            PlannedDrop(offer.update, f"no bandwidth from {offer.host} to its servers")
-            for offer in known
-            if durations[offer.update] == INF
+        reachable, drops = known, []
+        if INF in durations.values():
+            reachable = [offer for offer in known if durations[offer.update] < INF]
+            drops = [
+                PlannedDrop(offer.update, f"no bandwidth from {offer.host} to its servers")
+                for offer in known
+                if durations[offer.update] == INF
+            ]
+    if len(known) < len(offers):
+        drops += [
+            PlannedDrop(offer.update, f"host {offer.host} is not in the network")
+            for offer in offers
+            if offer.host not in network.hosts
         ]
-    drops += [
-        PlannedDrop(offer.update, f"host {offer.host} is not in the network")
-        for offer in offers
-        if offer.host not in network.hosts
-    ]
     return reachable, durations, sorted(drops, key=lambda drop: drop.update)
 
 
@@ -211,29 +218,24 @@ def _write_plan(
     drops: Sequence[PlannedDrop],
     now_s: float,
 ) -> Plan:
-    sums = {(found.tag, found.shard): found for found in layout.sums}
+    first_sums = {found.tag: found for found in layout.sums if found.shard == 0}
     bound = "no bound" if job.max_delay is None else f"bound {job.max_delay}"
-    placed = []
-    ways: dict[str, str] = {}
     shards = [shard.index for shard in job.shards]
-    messages = _messages(layout, cargo.deadlines)
-    order = _number(messages)
+    ways: dict[str, str] = {}  # of groups, by tag
+    placed = []
+    order = _number(_messages(layout, cargo.deadlines))
     for position, index in enumerate(order):
         offer, sent, finish_s = kept[index], layout.sent[index], layout.finishes[index]
         delay = job.placed_version + position - offer.base_version
         if sent.tag is None:
-            how = (
-                f"direct by policy {job.policy}, alone it takes {format_time(durations_s[offer.update])}; "
-                f"there in {format_time(finish_s - now_s)}"
-            )
-        elif (how := ways.get(sent.tag, "")) == "":
-            into = sums[sent.tag, 0]
-            way = "in a chain ending at" if into.chain else "at"
-            how = (
-                f"summed with {len(into.members) - 1} others {way} {into.aggregator}; "
-                f"there in {format_time(finish_s - now_s)}"
-            )
-            ways[sent.tag] = how
+            alone = format_time(durations_s[offer.update])
+            way = f"direct by policy {job.policy}, alone it takes {alone}"
+            way = f"{way}; there in {format_time(finish_s - now_s)}"
+        elif sent.tag in ways:
+            way = ways[sent.tag]
+        else:
+            way = f"{_tell_group(first_sums[sent.tag])}; there in {format_time(finish_s - now_s)}"
+            ways[sent.tag] = way
         placed.append(
             Placed(
                 offer.update,
@@ -242,18 +244,18 @@ def _write_plan(
                 weigh(delay, job.concurrency),
                 _write_parts(shards, cargo.parts[index], sent),
                 finish_s,
-                f"{how}, delay {delay}, {bound}",
+                f"{way}, delay {delay}, {bound}",
             )
         )
-    groups = []
-    members: dict[str, tuple[tuple[str, ...], set[str]]] = {}  # updates and their hosts, by tag
-    for found in layout.sums:
-        if found.tag not in members:
-            names = tuple(kept[index].update for index in found.members)
-            members[found.tag] = (names, {cargo.hosts[index] for index in found.members})
-        groups.append(_write_group(job, found, *members[found.tag]))
+    groups = _write_groups(job, kept, cargo, layout)
     replication, held = _replicate(ledger, job, kept, cargo, layout, order, now_s)
-    return Plan(tuple(placed), tuple(groups), tuple(drops), replication, held)
+    return Plan(tuple(placed), groups, tuple(drops), replication, held)
+
+
+def _tell_group(found: Sum) -> str:
+    others = len(found.members) - 1
+    where = "in a chain ending at" if found.chain else "at"
+    return f"summed with {others} other{'' if others == 1 else 's'} {where} {found.aggregator}"
 
 
 def _replicate(
@@ -300,13 +302,23 @@ def weigh(delay_updates: int, concurrency: int) -> float:
 
 def _write_parts(shards: Sequence[int], sizes: Sequence[int], sent: Sent) -> tuple[Part, ...]:
     parts = []
-    targets, tag = sent.targets, sent.tag
-    for s, booking in enumerate(sent.bookings):
-        size, start_s, finish_s = sizes[s], booking.start_s, booking.finish_s
+    for shard, target, size, booking in zip(shards, sent.targets, sizes, sent.bookings, strict=True):
+        start_s, finish_s = booking.start_s, booking.finish_s
         rate = size / (finish_s - start_s) if finish_s > start_s else INF
-        group = None if tag is None else f"{tag}.{shards[s]}"
-        parts.append(Part(shards[s], targets[s], size, start_s, finish_s, rate, group))
+        group = None if sent.tag is None else f"{sent.tag}.{shard}"
+        parts.append(Part(shard, target, size, start_s, finish_s, rate, group))
     return tuple(parts)
+
+
+def _write_groups(job: JobState, kept: Sequence[Offer], cargo: Cargo, layout: Layout) -> tuple[Group, ...]:
+    groups = []
+    members: dict[str, tuple[tuple[str, ...], set[str]]] = {}  # updates and their hosts, by tag
+    for found in layout.sums:
+        if found.tag not in members:
+            names = tuple(kept[index].update for index in found.members)
+            members[found.tag] = (names, {cargo.hosts[index] for index in found.members})
+        groups.append(_write_group(job, found, *members[found.tag]))
+    return tuple(groups)
 
 
 def _mean_rate(booking: Booking, size_bytes: int) -> float:

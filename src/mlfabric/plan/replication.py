@@ -17,12 +17,15 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
-from mlfabric.plan.reservation import INF, Booking, Ledger
+from mlfabric.plan.reservation import Booking, Ledger
+from mlfabric.plan.staircase import INF
 from mlfabric.plan.values import HeldStep, ReplicaMessage
 from mlfabric.units import format_time
 
 # Norms are sums of floats; a bound is not broken by their last bits.
 NORM_TOLERANCE: Final = 1e-12
+# Several replicas are planned until none of them delays the others' steps any more, at most so often.
+MOST_ROUNDS: Final = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +63,23 @@ def plan_replication(
 
     With several replicas each keeps its own bound, and a step counts when the last of them allows it.
     """
-    messages: list[ReplicaMessage] = []
-    held: list[HeldStep] = []
     times = [step.at_s for step in steps]
-    for follower in sorted(followers, key=lambda f: f.replica):
-        plan = _Follow(ledger, follower, steps, times, now_s)
-        plan.run()
-        messages += plan.messages
-        held += plan.held
-        times = plan.times
-    longest: dict[str, HeldStep] = {}
-    for hold in held:
-        if hold.step not in longest or hold.until_s > longest[hold.step].until_s:
-            longest[hold.step] = hold
-    return ReplicationPlan(tuple(messages), tuple(longest.values()), tuple(times))
+    held: dict[str, HeldStep] = {}
+    mark = ledger.mark()
+    for _ in range(MOST_ROUNDS):
+        ledger.undo(mark)
+        before = times
+        messages: list[ReplicaMessage] = []
+        for follower in sorted(followers, key=lambda f: f.replica):
+            plan = _Follow(ledger, follower, steps, times, now_s)
+            plan.run()
+            messages += plan.messages
+            held.update((hold.step, hold) for hold in plan.held)
+            times = plan.times
+        # A step one replica holds back counts later for the others too: once more with these times.
+        if len(followers) < 2 or times == before:
+            break
+    return ReplicationPlan(tuple(messages), tuple(held.values()), tuple(times))
 
 
 class _Follow:

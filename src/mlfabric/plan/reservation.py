@@ -1,9 +1,8 @@
 """What every link still has to give, and when: the ledger that planning reads and writes.
 
-A link is a staircase of residual rate over time. A transfer takes, from its start on, all that the narrowest
-link of its path has left (no sharing: that is what makes shortest-first work), up to an optional limit, until
-its bytes are through. The ledger is exact: rates are whole multiples of 1/1024 byte per second, and sums and
-differences of such numbers below 2^43 have no rounding in floats, so no drift can ever lift a link above its
+A link is a staircase of residual rate over time (`staircase.py`). A transfer takes, from its start on, all
+that the narrowest link of its path has left (no sharing: that is what makes shortest-first work), up to an
+optional limit, until its bytes are through. Rates are exact, so no drift can ever lift a link above its
 capacity, and what is released leaves the ledger as it was before, bit for bit.
 
 A scratch plan is an undo log: `mark()`, try, `undo(mark)`. The ledger plans nothing and knows no offers.
@@ -12,91 +11,19 @@ The readable form that this one is tested against is `tests/plan/plain_ledger.py
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Final, NamedTuple
 
 import msgspec
 
+from mlfabric.plan.staircase import INF, NOTHING_BYTES, Path, Piece, Staircase, cut, snap_rate, take_both
 from mlfabric.plan.values import Reserved
 from mlfabric.topology import Link, Network
 
-INF: Final = math.inf
-
-# What rounding may leave over of a transfer; nothing waits for it.
-NOTHING_BYTES: Final = 1e-6
 # A staircase drops its past when it is walked and has more past steps than this.
 LONG_PAST_STEPS: Final = 64
-
-
-def snap_rate(rate_bytes_per_s: float) -> float:
-    """The largest multiple of 1/1024 not above the rate; 2^53 of them still add up exactly: 8.8 TB/s."""
-    return rate_bytes_per_s if rate_bytes_per_s == INF else int(rate_bytes_per_s * 1024) / 1024
-
-
-class Staircase:
-    """One link's residual rate over time.
-
-    Step i holds from `starts[i]` to `starts[i + 1]`; the last start is infinite. Neighbouring steps differ,
-    so that a link filled by a thousand transfers is one step of zero, and equal ledgers have equal lists.
-    """
-
-    __slots__ = ("capacity", "direction", "owner", "residuals", "starts")
-
-    def __init__(self, owner: str, direction: str, capacity_bytes_per_s: float, start_s: float) -> None:
-        self.owner = owner
-        self.direction = direction
-        self.capacity = snap_rate(capacity_bytes_per_s)
-        self.starts = [start_s, INF]
-        self.residuals = [self.capacity, 0.0]
-
-    @property
-    def link(self) -> Link:
-        return Link(self.owner, self.direction)
-
-    def add(self, from_s: float, to_s: float, rate: float) -> None:
-        """Give back (rate > 0) or take away (rate < 0) over a stretch of time."""
-        starts, residuals = self.starts, self.residuals
-        if to_s <= starts[0]:
-            return
-        first = bisect_right(starts, from_s) - 1
-        if first < 0:
-            first = 0
-        elif to_s <= starts[first + 1]:
-            _cut(starts, residuals, first, from_s, to_s, residuals[first] + rate)
-            return
-        elif starts[first] != from_s:
-            first += 1
-            starts.insert(first, from_s)
-            residuals.insert(first, residuals[first - 1])
-        after = first + 1
-        residuals[first] += rate
-        while starts[after] < to_s:
-            residuals[after] += rate
-            after += 1
-        if starts[after] != to_s:
-            starts.insert(after, to_s)
-            residuals.insert(after, residuals[after - 1] - rate)
-        elif to_s != INF and residuals[after] == residuals[after - 1]:
-            del starts[after], residuals[after]
-        if first and residuals[first] == residuals[first - 1]:
-            del starts[first], residuals[first]
-
-    def residual(self, at_s: float) -> float:
-        return self.residuals[max(bisect_right(self.starts, at_s) - 1, 0)]
-
-    def forget_before(self, now_s: float) -> None:
-        head = bisect_right(self.starts, now_s) - 1
-        if head > 0:
-            del self.starts[:head], self.residuals[:head]
-            self.starts[0] = now_s
-        elif head == 0:
-            self.starts[0] = now_s
-
-
-Path = tuple[Staircase, ...]
-Piece = tuple[float, float, float]  # from, to, rate
 
 
 class Booking(msgspec.Struct, frozen=True, gc=False):
@@ -108,7 +35,7 @@ class Booking(msgspec.Struct, frozen=True, gc=False):
     finish_s: float
 
 
-class _Doors(NamedTuple):
+class Doors(NamedTuple):
     """The links at which a host meets the network, or a rack the core."""
 
     up: Staircase
@@ -124,9 +51,11 @@ class Ledger:
     def __init__(self, network: Network, now_s: float = 0.0) -> None:
         self.network = network
         self.now_s = now_s
-        self._doors: dict[str, _Doors] = {}
-        self._racks: dict[str, _Doors] = {}
+        self._doors: dict[str, Doors] = {}
+        self._racks: dict[str, Doors] = {}
         self._log: list[Booking] = []  # releases with their rates negated
+        self.host_limit = INF
+        self._caps: dict[str, Staircase] = {}
 
     # -- where a transfer goes
 
@@ -137,15 +66,34 @@ class Ledger:
         doors = self._doors
         here = doors.get(source) or self._open(source)
         there = doors.get(target) or self._open(target)
+        way: Path
         if here.rack == there.rack:
-            return (here.up, there.down)
-        if here.rack_up is None:
-            return (
-                (here.up, there.down) if there.rack_down is None else (here.up, there.rack_down, there.down)
-            )
-        if there.rack_down is None:
-            return (here.up, here.rack_up, there.down)
-        return (here.up, here.rack_up, there.rack_down, there.down)
+            way = (here.up, there.down)
+        elif here.rack_up is None:
+            way = (here.up, there.down) if there.rack_down is None else (here.up, there.rack_down, there.down)
+        elif there.rack_down is None:
+            way = (here.up, here.rack_up, there.down)
+        else:
+            way = (here.up, here.rack_up, there.rack_down, there.down)
+        return way if self.host_limit == INF else (self._cap(source), *way)
+
+    def limited(self, rate_bytes_per_s: float) -> Ledger:
+        """The same ledger for a job that may send no more than this from any host, all transfers together."""
+        view = copy(self)
+        view.host_limit = rate_bytes_per_s
+        view._caps = {}
+        return view
+
+    def _cap(self, host: str) -> Staircase:
+        """A link that only this job sees: what it may still send from the host."""
+        found = self._caps.get(host)
+        if found is None:
+            found = self._caps[host] = Staircase(host, "limit", self.host_limit, self.now_s)
+        return found
+
+    def doors(self, host: str) -> Doors:
+        """The links at which a host meets the network."""
+        return self._doors.get(host) or self._open(host)
 
     def stairs(self, link: Link) -> Staircase:
         """The staircase of a link; made when its owner is first asked for."""
@@ -156,21 +104,21 @@ class Ledger:
             )
         return doors.up if link.direction == "up" else doors.down
 
-    def _open(self, name: str) -> _Doors:
+    def _open(self, name: str) -> Doors:
         host, now_s = self.network.hosts[name], self.now_s
         up = Staircase(name, "up", host.up_bytes_per_s, now_s)
         down = Staircase(name, "down", host.down_bytes_per_s, now_s)
         if host.rack is None:
-            doors = _Doors(up, down)
+            doors = Doors(up, down)
         else:
             rack = self._racks.get(host.rack) or self._open_rack(host.rack)
-            doors = _Doors(up, down, host.rack, rack.up, rack.down)
+            doors = Doors(up, down, host.rack, rack.up, rack.down)
         self._doors[name] = doors
         return doors
 
-    def _open_rack(self, name: str) -> _Doors:
+    def _open_rack(self, name: str) -> Doors:
         rack, now_s = self.network.racks[name], self.now_s
-        self._racks[name] = doors = _Doors(
+        self._racks[name] = doors = Doors(
             Staircase(name, "up", rack.up_bytes_per_s, now_s),
             Staircase(name, "down", rack.down_bytes_per_s, now_s),
         )
@@ -186,7 +134,7 @@ class Ledger:
         """Take what `finish` promises. A transfer that can never end is refused."""
         if len(path) == 2 and size_bytes > 0:
             at_s = start_s if start_s > self.now_s else self.now_s
-            pieces = _take_both(
+            pieces = take_both(
                 path[0], path[1], size_bytes, at_s, limit if limit == INF else snap_rate(limit)
             )
             if pieces:
@@ -210,26 +158,23 @@ class Ledger:
         sizes: Sequence[int],
         order: Iterable[int],
         start_s: float,
-        limit: float,
     ) -> list[Booking]:
         """`reserve` for the parts of one update, in the given order; bookings in the order of the targets."""
         doors, log = self._doors, self._log
         here = doors.get(source) or self._open(source)
         at_s = start_s if start_s > self.now_s else self.now_s
-        if limit != INF:
-            limit = snap_rate(limit)
         bookings: list[Booking] = [None] * len(sizes)  # type: ignore[list-item]
         for k in order:
             target = targets[k]
             there = doors.get(target) or self._open(target)
-            if here.rack == there.rack and here is not there and sizes[k] > 0:
-                pieces = _take_both(here.up, there.down, sizes[k], at_s, limit)
+            if here.rack == there.rack and here is not there and sizes[k] > 0 and self.host_limit == INF:
+                pieces = take_both(here.up, there.down, sizes[k], at_s, INF)
                 if pieces:
                     booking = Booking((here.up, there.down), pieces, pieces[0][0], pieces[-1][1])
                     log.append(booking)
                     bookings[k] = booking
                     continue
-            bookings[k] = self.reserve(self.path(source, target), sizes[k], start_s, limit)
+            bookings[k] = self.reserve(self.path(source, target), sizes[k], start_s)
         return bookings
 
     def walk(self, path: Path, size_bytes: float, start_s: float, limit: float) -> tuple[list[Piece], float]:
@@ -241,6 +186,8 @@ class Ledger:
         left = size_bytes
         if limit != INF:
             limit = snap_rate(limit)
+            if limit <= 0:
+                return pieces, INF
         indices, ends, rates = [], [], []
         for stairs in path:
             index = bisect_right(stairs.starts, at_s) - 1
@@ -257,12 +204,15 @@ class Ledger:
             if rate > 0:
                 until = min(ends)
                 done_s = at_s + left / rate
+                end_s = until if done_s > until else done_s
+                if end_s > at_s:
+                    if pieces and pieces[-1][2] == rate and pieces[-1][1] == at_s:
+                        pieces[-1] = (pieces[-1][0], end_s, rate)
+                    else:
+                        pieces.append((at_s, end_s, rate))
                 if done_s <= until:
-                    if done_s > at_s:
-                        _extend(pieces, at_s, done_s, rate)
                     return pieces, done_s
                 left -= rate * (until - at_s)
-                _extend(pieces, at_s, until, rate)
                 if left <= NOTHING_BYTES:
                     return pieces, until
                 at_s = until
@@ -282,20 +232,21 @@ class Ledger:
                         index = indices[k] = bisect_right(stairs.starts, at_s, indices[k]) - 1
                         rates[k], ends[k] = stairs.residuals[index], stairs.starts[index + 1]
 
-    def fit(self, path: Path, rate: float, duration_s: float, start_s: float) -> float:
-        """The earliest time from which every link of the path has `rate` left for `duration_s` on end."""
+    def fit(self, path: Path, rates: Sequence[float], duration_s: float, start_s: float) -> float:
+        """The earliest time from which each link of the path has its rate left for `duration_s` on end."""
         at_s = max(start_s, self.now_s)
         moved = True
         while moved:
             moved = False
-            for stairs in path:
+            for stairs, rate in zip(path, rates, strict=True):
                 if stairs.capacity < rate:
                     return INF
-                index = bisect_right(stairs.starts, at_s) - 1
+                starts, residuals = stairs.starts, stairs.residuals
+                index = bisect_right(starts, at_s) - 1
                 until = at_s + duration_s
-                while stairs.starts[index] < until:
-                    if stairs.residuals[index] < rate and stairs.starts[index] != INF:
-                        at_s = stairs.starts[index + 1]
+                while starts[index] < until:
+                    if residuals[index] < rate:
+                        at_s = starts[index + 1]
                         if at_s == INF:
                             return INF
                         until = at_s + duration_s
@@ -310,6 +261,31 @@ class Ledger:
             stairs.add(start_s, finish_s, -rate)
         self._log.append(booking)
         return booking
+
+    def hold_totals(self, totals: Mapping[Staircase, float], from_s: float, to_s: float) -> bool:
+        """Take from each link what several transfers hold together, if all have it; `log_held` says which."""
+        if from_s < self.now_s:
+            return False
+        within = []  # links on which the whole stretch lies in one step
+        for stairs, rate in totals.items():
+            starts, residuals = stairs.starts, stairs.residuals
+            index = bisect_right(starts, from_s) - 1
+            within.append(index if to_s <= starts[index + 1] else -1)
+            while starts[index] < to_s:
+                if residuals[index] < rate:
+                    return False
+                index += 1
+        for (stairs, rate), index in zip(totals.items(), within, strict=True):
+            if index >= 0:
+                rest = stairs.residuals[index] - rate
+                cut(stairs.starts, stairs.residuals, index, from_s, to_s, rest)
+            else:
+                stairs.add(from_s, to_s, -rate)
+        return True
+
+    def log_held(self, bookings: Iterable[Booking]) -> None:
+        """The bookings that `hold_totals` took the rates of, so that they can be undone."""
+        self._log.extend(bookings)
 
     def release(self, booking: Booking, from_s: float = -INF) -> None:
         """Give back what a booking holds from `from_s` on: all of it, or the remainder of a transfer."""
@@ -361,153 +337,9 @@ class Ledger:
             yield doors.down
 
     def overbooked(self) -> list[Link]:
-        """Links with a residual below zero, by name. Empty unless a capacity was lowered."""
-        return sorted(stairs.link for stairs in self.links() if min(stairs.residuals) < 0)
-
-
-def _take_both(a: Staircase, b: Staircase, size_bytes: float, at_s: float, limit: float) -> list[Piece]:
-    """Walk and take at once over two links, as most transfers do; empty if it never ends.
-
-    The same as `walk` and `add`, with the steps of each link between start and finish rebuilt in one pass.
-    """
-    a_starts, a_residuals, b_starts, b_residuals = a.starts, a.residuals, b.starts, b.residuals
-    i = bisect_right(a_starts, at_s) - 1
-    j = bisect_right(b_starts, at_s) - 1
-    a_left, a_end = a_residuals[i], a_starts[i + 1]
-    b_left, b_end = b_residuals[j], b_starts[j + 1]
-    while a_left <= 0 or b_left <= 0:  # to the first moment both have something left
-        at_s = a_end if a_left <= 0 and (b_left > 0 or a_end > b_end) else b_end
-        if at_s == INF:
-            return []
-        while a_end <= at_s:
-            i += 1
-            a_left, a_end = a_residuals[i], a_starts[i + 1]
-        while b_end <= at_s:
-            j += 1
-            b_left, b_end = b_residuals[j], b_starts[j + 1]
-    rate = a_left if a_left < b_left else b_left
-    if rate > limit:
-        rate = limit
-    until = a_end if a_end < b_end else b_end
-    done_s = at_s + size_bytes / rate
-    if done_s <= until:  # one piece, as most are
-        if done_s <= at_s:
-            return []
-        _cut(a_starts, a_residuals, i, at_s, done_s, a_left - rate)
-        _cut(b_starts, b_residuals, j, at_s, done_s, b_left - rate)
-        return [(at_s, done_s, rate)]
-    left = size_bytes
-    a_first, b_first = i, j
-    a_new, a_rest = [at_s], [a_left - rate]
-    b_new, b_rest = [at_s], [b_left - rate]
-    pieces: list[Piece] = []
-    begin_s, going = at_s, rate  # the piece under way
-    while done_s > until:
-        left -= rate * (until - at_s)
-        at_s = until
-        if left <= NOTHING_BYTES:
-            done_s = at_s
-            break
-        if a_end <= at_s:
-            i += 1
-            a_left, a_end = a_residuals[i], a_starts[i + 1]
-        if b_end <= at_s:
-            j += 1
-            b_left, b_end = b_residuals[j], b_starts[j + 1]
-        rate = a_left if a_left < b_left else b_left
-        if rate > limit:
-            rate = limit
-        until = a_end if a_end < b_end else b_end
-        if rate > 0:
-            done_s = at_s + left / rate
-        elif until == INF:
-            return []
-        else:
-            rate, done_s = 0.0, INF
-        if rate != going:
-            if going:
-                pieces.append((begin_s, at_s, going))
-            begin_s, going = at_s, rate
-        rest = a_left - rate
-        if a_rest[-1] != rest:
-            a_new.append(at_s)
-            a_rest.append(rest)
-        rest = b_left - rate
-        if b_rest[-1] != rest:
-            b_new.append(at_s)
-            b_rest.append(rest)
-    if done_s > begin_s:
-        pieces.append((begin_s, done_s, going))
-    _rebuild(a_starts, a_residuals, a_first, i, a_new, a_rest, done_s)
-    _rebuild(b_starts, b_residuals, b_first, j, b_new, b_rest, done_s)
-    return pieces
-
-
-def _cut(
-    starts: list[float], residuals: list[float], step: int, at_s: float, done_s: float, rest: float
-) -> None:
-    """Lower or raise a stretch that lies within one step."""
-    goes_on = starts[step + 1] > done_s
-    level_after = not goes_on and starts[step + 1] != INF and residuals[step + 1] == rest
-    if starts[step] < at_s:
-        if goes_on:
-            starts[step + 1 : step + 1] = (at_s, done_s)
-            residuals[step + 1 : step + 1] = (rest, residuals[step])
-        elif level_after:
-            starts[step + 1] = at_s
-        else:
-            starts.insert(step + 1, at_s)
-            residuals.insert(step + 1, rest)
-    elif step and residuals[step - 1] == rest:  # level with the step before, which grows
-        if goes_on:
-            starts[step] = done_s
-        else:
-            after = step + 2 if level_after else step + 1
-            del starts[step:after], residuals[step:after]
-    elif goes_on:
-        starts.insert(step + 1, done_s)
-        residuals.insert(step, rest)
-    else:
-        residuals[step] = rest
-        if level_after:
-            del starts[step + 1], residuals[step + 1]
-
-
-def _rebuild(
-    starts: list[float],
-    residuals: list[float],
-    first: int,
-    last: int,
-    new: list[float],
-    rest: list[float],
-    done_s: float,
-) -> None:
-    """Replace steps `first` to `last` by the part before, the new steps, and the part after `done_s`."""
-    after = residuals[last]
-    if starts[last + 1] > done_s:  # the last step goes on as it was
-        if after != rest[-1]:
-            new.append(done_s)
-            rest.append(after)
-    elif starts[last + 1] != INF and residuals[last + 1] == rest[-1]:
-        last += 1  # the step after is level with the last new one
-    if starts[first] < new[0]:  # the first step begins as it was
-        if residuals[first] == rest[0]:
-            new[0] = starts[first]
-        else:
-            first += 1
-    elif first and residuals[first - 1] == rest[0]:
-        first -= 1
-        new[0] = starts[first]
-    starts[first : last + 1] = new
-    residuals[first : last + 1] = rest
-
-
-def _extend(pieces: list[Piece], from_s: float, to_s: float, rate: float) -> None:
-    """Append a piece, or lengthen the last one where nothing changes."""
-    if pieces and pieces[-1][1] == from_s and pieces[-1][2] == rate:
-        pieces[-1] = (pieces[-1][0], to_s, rate)
-    else:
-        pieces.append((from_s, to_s, rate))
+        """Links with a residual below zero from now on, by name. Empty unless a capacity was lowered."""
+        now_s = self.now_s
+        return sorted(stairs.link for stairs in self.links() if stairs.least_after(now_s) < 0)
 
 
 def open_ledger(network: Network, reserved: Iterable[Reserved], now_s: float) -> Ledger:

@@ -59,11 +59,12 @@ class JobState:
     aggregators: tuple[str, ...] = ()  # hosts that may sum
     policy: str = "mlfabric"
     weight: float = 1.0
-    max_rate_bytes_per_s: float | None = None
+    max_rate_bytes_per_s: float | None = None  # that it may send from any one host
     last_served: str = ""  # the worker whose turn was last, for round robin
     objective: str = "mean"  # of completion times; "last" for synchronous steps
     chunk_bytes: int | None = None  # aggregators may forward chunk by chunk (chains); None: store and forward
     levels: int = 1  # of store-and-forward aggregation; 2: sums may be summed again
+    search_transfers: int = 300  # laid out on trial to improve a small plan: 10 ms; ten times that gains 5 %
     divergence: float | None = None  # most movement a replica may lack, in the unit of the offers' norms
 
 
