@@ -18,7 +18,9 @@ from typer.core import TyperGroup
 from mlfabric.errors import FabricError
 
 # Where each group of commands lives and what `mlfabric --help` says of it.
-GROUPS: dict[str, tuple[str, str]] = {}
+GROUPS: dict[str, tuple[str, str]] = {
+    "lab": ("mlfabric.lab.cli", "A cluster in a box: a scenario built with real kernels and real TCP."),
+}
 
 
 class _LazyGroup(TyperGroup):

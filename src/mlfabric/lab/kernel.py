@@ -1,0 +1,156 @@
+"""The few system calls the lab needs that Python 3.11 lacks, and what /proc tells about processes.
+
+Network namespaces are known here by a file descriptor, by inode, and by the kernel's cookie; only the
+cookie is never used twice while the machine runs, so only it may decide what belongs to a dead lab.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import signal
+import socket
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+CLONE_NEWUSER: Final = 0x10000000
+CLONE_NEWNET: Final = 0x40000000
+PR_SET_PDEATHSIG: Final = 1
+PR_SET_TIMERSLACK: Final = 29
+SO_NETNS_COOKIE: Final = 71
+SIOCETHTOOL: Final = 0x8946
+TUNSETIFF: Final = 0x400454CA
+IFF_TAP: Final = 0x0002
+IFF_NO_PI: Final = 0x1000
+
+# <linux/ethtool.h>: (set, get) of what glues frames together before or after the queue.
+_OFFLOADS: Final = {"tso": (0x1F, 0x1E), "gso": (0x24, 0x23), "gro": (0x2C, 0x2B)}
+
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def unshare(flags: int) -> None:
+    _check(_libc.unshare(flags), "unshare")
+
+
+def enter_network(fd: int) -> None:
+    """Move this thread into the network namespace behind `fd`."""
+    _check(_libc.setns(fd, CLONE_NEWNET), "setns")
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the process that started it ends."""
+    parent = os.getppid()
+    _check(_libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0), "prctl")
+    if os.getppid() != parent:
+        raise SystemExit(1)
+
+
+def sharpen_timers() -> None:
+    """Have waits of this process end on time instead of up to 50 us late."""
+    _check(_libc.prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0), "prctl")
+
+
+def become_root_of_user_namespace() -> None:
+    """Enter a fresh user namespace where this user is root; needs a single thread and leave of the kernel."""
+    user, group = os.geteuid(), os.getegid()
+    unshare(CLONE_NEWUSER)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+
+
+def new_network_namespace() -> int:
+    """Make a network namespace, stay in it, and hold it by the descriptor returned."""
+    unshare(CLONE_NEWNET)
+    return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def network_inode(fd: int) -> int:
+    return os.fstat(fd).st_ino
+
+
+def network_cookie() -> int:
+    """The kernel's own never repeated number of the network namespace this thread is in."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        return int(struct.unpack("Q", probe.getsockopt(socket.SOL_SOCKET, SO_NETNS_COOKIE, 8))[0])
+
+
+def open_tap(name: str) -> int:
+    """Make a TAP device of that name in this thread's network namespace; frames come and go by the fd."""
+    fd = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI))
+    return fd
+
+
+def switch_offloads_off(device: str) -> None:
+    """Have the device of this thread's namespace carry plain frames, so that queues and captures see them."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
+        for name, (set_it, get_it) in _OFFLOADS.items():
+            _ethtool(handle, device, set_it, 0)
+            if _ethtool(handle, device, get_it, 0):
+                raise OSError(f"{name} of {device} can't be switched off")
+
+
+def _ethtool(handle: socket.socket, device: str, command: int, value: int) -> int:
+    argument = ctypes.create_string_buffer(struct.pack("II", command, value), 8)
+    fcntl.ioctl(handle, SIOCETHTOOL, struct.pack("16sP16x", device.encode(), ctypes.addressof(argument)))
+    return int(struct.unpack("II", argument.raw)[1])
+
+
+def process_ids() -> Iterator[int]:
+    return (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
+
+
+def start_ticks(pid: int) -> int | None:
+    """When the process started, in ticks since boot; with its number this names it for good. None: gone."""
+    fields = _stat_fields(pid)
+    if fields is None or fields[0] in ("Z", "X"):
+        return None
+    return int(fields[19])
+
+
+def _stat_fields(pid: int) -> list[str] | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return text.rpartition(")")[2].split()
+
+
+def boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def processes_in(inodes: Iterable[int]) -> dict[int, int]:
+    """Living processes whose network namespace has one of these inodes: pid to inode, without ourselves."""
+    wanted = set(inodes)
+    found: dict[int, int] = {}
+    for pid in process_ids():
+        if pid == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            inode = os.stat(f"/proc/{pid}/ns/net").st_ino
+            if inode in wanted and start_ticks(pid) is not None:
+                found[pid] = inode
+    return found
+
+
+def send_signal(pid: int, number: int) -> bool:
+    """Whether the process was still there to take the signal."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
