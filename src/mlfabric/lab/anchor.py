@@ -88,6 +88,8 @@ class Anchor:
     def take_down(self) -> None:
         """End all that runs in the lab, then forget it; the kernel does the rest when this process ends."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # Whoever enters from now on finds no hosts file and leaves; whoever came before is found below.
+        Path(self.record.hosts_path).unlink(missing_ok=True)
         for child in self.children:
             child.kill()
         inodes = self.wiring.inodes()
@@ -125,6 +127,7 @@ class Anchor:
             "ports": {port.owner: port.far for port in self.wiring.blueprint.hosts},
             "links": ends,
             "measured": [asdict(measured) for measured in self.measured],
+            "piece_frames": self.wiring.piece_frames,
             "playing": self.player.playing,
             "in_user_namespace": self.record.read().get("in_user_namespace"),
             "processes": processes,
@@ -173,6 +176,9 @@ class Anchor:
     def _on_children(self) -> dict[str, int | None]:
         """Programs of the lab itself, with the exit code of those that ended."""
         return {str(child.pid): child.poll() for child in self.children}
+
+    def _on_plain_frames(self) -> None:
+        self.wiring.set_piece_frames(1)
 
     def _on_down(self) -> None:
         self.stopping = True
@@ -297,6 +303,8 @@ def _gain_privileges() -> bool:
 def main() -> None:
     record = Record(Path(sys.argv[1]))
     attached, verify = sys.argv[2] == "attached", sys.argv[3] == "verify"
+    if not attached and os.fork():
+        os._exit(0)  # the lab is nobody's child
     anchor = None
     try:
         anchor = Anchor(record)

@@ -8,6 +8,7 @@ else lives in one namespace of the lab, the switch.
 from __future__ import annotations
 
 import ipaddress
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,6 +25,11 @@ MAX_PORTS_PER_BRIDGE: Final = 1000
 # machine; a bucket smaller than what passes in that time would lose rate.
 BURST_S: Final = 0.0005
 MIN_BURST_BYTES: Final = 2 * FRAME_L2_BYTES
+# Two processors carry some 100,000 plain frames a second through two queues and a bridge. Labs whose links
+# could carry more than this budget let TCP hand over several frames as one piece.
+PLAIN_FRAMES_PER_S: Final = 16_000
+MAX_PIECE_FRAMES: Final = 16
+MIN_PIECES_PER_QUEUE: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,7 @@ class Blueprint:
     bridges: tuple[str, ...]
     hosts: tuple[Port, ...]
     racks: tuple[Port, ...]
+    piece_frames: int  # frames of one TCP stream that may travel as one piece; 1: plain frames
 
     @property
     def ports(self) -> tuple[Port, ...]:
@@ -79,6 +86,9 @@ class Blueprint:
 
     def hosts_file(self) -> str:
         lines = ["127.0.0.1 localhost", *(f"{port.address} {port.owner}" for port in self.hosts)]
+        # Sockets that speak both IP versions ask for the name of a mapped address; another name keeps
+        # those addresses out of the answers to who looks a host up.
+        lines += [f"::ffff:{port.address} {port.owner}.lab" for port in self.hosts]
         return "\n".join(lines) + "\n"
 
 
@@ -114,7 +124,9 @@ def draw(scenario: Scenario) -> Blueprint:
                 delay_s=host.delay_s,
             )
         )
-    blueprint = Blueprint((CORE, *(rack.near_bridge or "" for rack in racks)), tuple(hosts), racks)
+    blueprint = Blueprint(
+        (CORE, *(rack.near_bridge or "" for rack in racks)), tuple(hosts), racks, _piece_frames(hosts)
+    )
     for bridge in blueprint.bridges:
         ports = sum(port.bridge == bridge for port in blueprint.ports)
         if ports > MAX_PORTS_PER_BRIDGE:
@@ -123,6 +135,15 @@ def draw(scenario: Scenario) -> Blueprint:
                 "spread the hosts over racks"
             )
     return blueprint
+
+
+def _piece_frames(hosts: list[Port]) -> int:
+    """As few as the machine can bear, and never so many that a queue holds but a handful of pieces."""
+    frames_per_s = sum(min(port.up.rate_bps, port.down.rate_bps) for port in hosts) / 8 / FRAME_L2_BYTES
+    wanted = math.ceil(frames_per_s / PLAIN_FRAMES_PER_S)
+    smallest_queue = min(min(port.up.queue_bytes, port.down.queue_bytes) for port in hosts)
+    bearable = smallest_queue // (MIN_PIECES_PER_QUEUE * FRAME_L2_BYTES)
+    return max(1, min(wanted, bearable, MAX_PIECE_FRAMES))
 
 
 def _shape(owner: str, rate_bps: float, queue_bytes: int) -> Shape:

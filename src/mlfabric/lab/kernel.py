@@ -27,8 +27,9 @@ TUNSETIFF: Final = 0x400454CA
 IFF_TAP: Final = 0x0002
 IFF_NO_PI: Final = 0x1000
 
-# <linux/ethtool.h>: (set, get) of what glues frames together before or after the queue.
-_OFFLOADS: Final = {"tso": (0x1F, 0x1E), "gso": (0x24, 0x23), "gro": (0x2C, 0x2B)}
+# <linux/ethtool.h>: (set, get) of what glues frames together, on the way out and on the way in.
+_GLUE_OUT: Final = {"gso": (0x24, 0x23), "tso": (0x1F, 0x1E)}
+_GLUE_IN: Final = {"gro": (0x2C, 0x2B)}
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
@@ -94,13 +95,14 @@ def open_tap(name: str) -> int:
     return fd
 
 
-def switch_offloads_off(device: str) -> None:
-    """Have the device of this thread's namespace carry plain frames, so that queues and captures see them."""
+def set_offloads(device: str, *, glued: bool) -> None:
+    """Whether the device of this thread's namespace may carry several frames of one stream as one piece."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
-        for name, (set_it, get_it) in _OFFLOADS.items():
-            _ethtool(handle, device, set_it, 0)
-            if _ethtool(handle, device, get_it, 0):
-                raise OSError(f"{name} of {device} can't be switched off")
+        for name, (set_it, get_it) in {**_GLUE_OUT, **_GLUE_IN}.items():
+            want = int(glued and name in _GLUE_OUT)
+            _ethtool(handle, device, set_it, want)
+            if _ethtool(handle, device, get_it, 0) != want:
+                raise OSError(f"{name} of {device} can't be switched {'on' if want else 'off'}")
 
 
 def _ethtool(handle: socket.socket, device: str, command: int, value: int) -> int:

@@ -187,6 +187,7 @@ class _Run:
         self.addresses, self._measured = described["hosts"], described["measured"]
         self._write_manifest("running")
         if self.options.capture is not None:
+            self.lab.use_plain_frames()
             self._captures = Captures(
                 self.lab.record, described["ports"], self.options.capture.absolute(),
                 as_user=described["in_user_namespace"],

@@ -39,6 +39,7 @@ class Lab:
         self.scenario = scenario if isinstance(scenario, Scenario) else load_named(scenario)
         self.name = name or lab_name(self.scenario, path)
         self._verify = verify
+        self._mine = True
         self._record: Record | None = None
         self._anchor: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -53,6 +54,7 @@ class Lab:
             raise FabricError(f"lab {name} is not up; make it with: mlfabric lab up SCENARIO")
         lab = cls(record.scenario(), name=name)
         lab._record = record
+        lab._mine = False
         lab._connect()
         return lab
 
@@ -63,7 +65,10 @@ class Lab:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self.down()
+        if self._mine:
+            self.down()
+        else:
+            self.leave()
 
     def up(self, *, attached: bool = True) -> None:
         """Build it. An attached lab goes when this process goes; another stays until `down`."""
@@ -79,11 +84,15 @@ class Lab:
             self.down()
             raise
 
-    def down(self) -> None:
-        """Remove all of it; fine to repeat."""
+    def leave(self) -> None:
+        """Let go of a lab that stays up."""
         if self._control is not None:
             self._control.close()
             self._control = None
+
+    def down(self) -> None:
+        """Remove all of it; fine to repeat."""
+        self.leave()
         if self._record is not None:
             self._record.remove()
             self._record = None
@@ -125,6 +134,10 @@ class Lab:
 
     def describe(self) -> dict[str, Any]:
         return dict(self.ask("describe"))
+
+    def use_plain_frames(self) -> None:
+        """Have every link carry frames of at most 1,514 bytes, one by one, whatever that costs."""
+        self.ask("plain_frames")
 
     def measure(self, owner: str, direction: str) -> float:
         """Wire bits per second that this direction of the link carries, by trying."""
@@ -188,6 +201,9 @@ class Lab:
         assert self._anchor.stdout is not None
         with self._anchor.stdout as said:
             line = said.readline()
+        if not attached:
+            self._anchor.wait()
+            self._anchor = None
         if not line:
             story = (self.record.folder / "anchor.log").read_text(errors="replace").strip().splitlines()
             raise FabricError(f"the lab's anchor failed: {story[-1] if story else 'it said nothing'}")

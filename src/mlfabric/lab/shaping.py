@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import types
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -55,30 +56,30 @@ class LinkEnd:
         self.cut = False
         self.lost_sources: dict[str, int] = {}  # address to the priority of its filters
         self._netlink = netlink
-        self._index = index
+        self.index = index
         self._gone = Counters(0, 0, 0, 0)  # counted by queues that were replaced
 
     def build(self) -> None:
         tc = self._netlink.tc
-        tc("add", "htb", self._index, _ROOT, default=1)
-        tc("add-class", "htb", self._index, _OPEN, parent=_ROOT, **self._class())
-        tc("add", "bfifo", self._index, _QUEUE, parent=_OPEN, limit=self.shape.queue_bytes)
-        tc("add-class", "htb", self._index, _LOST, parent=_ROOT, **self._class())
-        tc("add", "blackhole", self._index, _LOST_QUEUE, parent=_LOST)
+        tc("add", "htb", self.index, _ROOT, default=1)
+        tc("add-class", "htb", self.index, _OPEN, parent=_ROOT, **self._class())
+        tc("add", "bfifo", self.index, _QUEUE, parent=_OPEN, limit=self.shape.queue_bytes)
+        tc("add-class", "htb", self.index, _LOST, parent=_ROOT, **self._class())
+        tc("add", "blackhole", self.index, _LOST_QUEUE, parent=_LOST)
 
     def set_shape(self, shape: Shape) -> None:
         """Change the rate in place; what is queued stays queued and leaves at the new rate."""
         old, self.shape = self.shape, shape
         if shape.rate_bps != old.rate_bps:
-            self._netlink.tc("change-class", "htb", self._index, _OPEN, parent=_ROOT, **self._class())
+            self._netlink.tc("change-class", "htb", self.index, _OPEN, parent=_ROOT, **self._class())
         if shape.queue_bytes != old.queue_bytes and not self.cut:
-            self._netlink.tc("change", "bfifo", self._index, _QUEUE, parent=_OPEN, limit=shape.queue_bytes)
+            self._netlink.tc("change", "bfifo", self.index, _QUEUE, parent=_OPEN, limit=shape.queue_bytes)
 
     def lose_everything(self) -> None:
         """Cut: what is queued is lost, and so is all that follows."""
         if not self.cut:
             self._keep_counts()
-            self._netlink.tc("replace", "blackhole", self._index, _CUT_QUEUE, parent=_OPEN)
+            self._netlink.tc("replace", "blackhole", self.index, _CUT_QUEUE, parent=_OPEN)
             self.cut = True
 
     def carry_again(self) -> None:
@@ -98,7 +99,7 @@ class LinkEnd:
             (priority + 1, protocols.ETH_P_ARP, _ARP_SENDER),
         ):
             self._netlink.tc(
-                "add-filter", "u32", self._index, parent=_ROOT, prio=at, protocol=protocol, target=_LOST,
+                "add-filter", "u32", self.index, parent=_ROOT, prio=at, protocol=protocol, target=_LOST,
                 keys=[f"0x{value:08x}/0xffffffff+{offset}"],
             )  # fmt: skip
         self.lost_sources[address] = priority
@@ -109,7 +110,7 @@ class LinkEnd:
             return
         for at, protocol in ((priority, protocols.ETH_P_IP), (priority + 1, protocols.ETH_P_ARP)):
             self._netlink.tc(
-                "del-filter", "u32", self._index, parent=_ROOT, prio=at, protocol=protocol, target=_LOST
+                "del-filter", "u32", self.index, parent=_ROOT, prio=at, protocol=protocol, target=_LOST
             )
 
     def empty_queue(self) -> None:
@@ -117,8 +118,9 @@ class LinkEnd:
         self._renew_queue()
         self._gone = Counters(0, 0, 0, 0)
 
-    def counters(self) -> Counters:
-        now = self._queue_counters()
+    def counters(self, dumped: Sequence[Any] | None = None) -> Counters:
+        """`dumped` are the queues of the whole namespace, where someone has them at hand."""
+        now = self._queue_counters(self._netlink.get_qdiscs(self.index) if dumped is None else dumped)
         gone = self._gone
         return Counters(
             gone.sent_bytes + now.sent_bytes,
@@ -131,12 +133,12 @@ class LinkEnd:
         """Read back what the kernel made of our wishes."""
         rates = [
             message.get_attr("TCA_OPTIONS").get_attr("TCA_HTB_PARMS")["rate"]
-            for message in self._netlink.get_classes(self._index)
+            for message in self._netlink.get_classes(self.index)
             if message["handle"] == _OPEN
         ]
         limits = [
             message.get_attr("TCA_OPTIONS")["limit"]
-            for message in self._netlink.get_qdiscs(self._index)
+            for message in self._netlink.get_qdiscs(self.index)
             if message.get_attr("TCA_KIND") == "bfifo"
         ]
         expected = min(self.shape.bytes_per_s, 2**32 - 1)
@@ -163,8 +165,8 @@ class LinkEnd:
         self._keep_counts()
         if not self.cut:
             # A queue can't replace one of its own handle and kind; go by way of the blackhole.
-            self._netlink.tc("replace", "blackhole", self._index, _CUT_QUEUE, parent=_OPEN)
-        self._netlink.tc("replace", "bfifo", self._index, _QUEUE, parent=_OPEN, limit=self.shape.queue_bytes)
+            self._netlink.tc("replace", "blackhole", self.index, _CUT_QUEUE, parent=_OPEN)
+        self._netlink.tc("replace", "bfifo", self.index, _QUEUE, parent=_OPEN, limit=self.shape.queue_bytes)
 
     def _keep_counts(self) -> None:
         if not self.cut:
@@ -172,9 +174,13 @@ class LinkEnd:
             # What was queued is lost with the queue.
             self._gone = Counters(now.sent_bytes, now.sent_frames, now.dropped_frames, 0)
 
-    def _queue_counters(self) -> Counters:
-        for message in self._netlink.get_qdiscs(self._index):
-            if message["parent"] == _OPEN and message.get_attr("TCA_KIND") == "bfifo":
+    def _queue_counters(self, messages: Iterable[Any]) -> Counters:
+        for message in messages:
+            if (
+                message["index"] == self.index
+                and message["parent"] == _OPEN
+                and message.get_attr("TCA_KIND") == "bfifo"
+            ):
                 stats = message.get_attr("TCA_STATS2")
                 basic, queue = stats.get_attr("TCA_STATS_BASIC"), stats.get_attr("TCA_STATS_QUEUE")
                 return Counters(basic["bytes"], basic["packets"], queue["drops"], queue["backlog"])

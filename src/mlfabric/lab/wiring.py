@@ -31,6 +31,7 @@ class Wiring:
 
     def __init__(self, blueprint: Blueprint) -> None:
         self.blueprint = blueprint
+        self.piece_frames = blueprint.piece_frames
         self.namespaces: dict[str, int] = {}  # name to descriptor
         self.cookies: dict[str, int] = {}
         self.ends: dict[str, LinkEnd] = {}  # "w3.up", "w3.down"
@@ -65,6 +66,20 @@ class Wiring:
             self._wire_rack(port)
         for port in self.blueprint.hosts:
             self._wire_host(port)
+        self.set_piece_frames(self.blueprint.piece_frames)
+
+    def set_piece_frames(self, count: int) -> None:
+        """How many frames of a TCP stream may travel as one piece; with 1 all links carry plain frames."""
+        self.piece_frames = count
+        for port in self.blueprint.ports:
+            for where, device in ((port.namespace, port.near), (SWITCH, port.far)):
+                with self.inside(where):
+                    # A TAP device knows plain frames only; the kernel cuts pieces up for it.
+                    kernel.set_offloads(device, glued=count > 1 and port.delay_s == 0)
+                    if where != SWITCH:
+                        self._netlink[where].link(
+                            "set", index=self._index(where, device), gso_max_segs=max(count, 1)
+                        )
 
     @contextlib.contextmanager
     def inside(self, name: str) -> Iterator[None]:
@@ -83,7 +98,15 @@ class Wiring:
         return self.ends[f"{owner}.{direction}"]
 
     def counters(self) -> dict[str, Counters]:
-        return {name: end.counters() for name, end in self.ends.items()}
+        found: dict[str, Counters] = {}
+        queues: dict[int, list[Any]] = {}
+        for message in self._netlink[SWITCH].get_qdiscs():
+            queues.setdefault(message["index"], []).append(message)
+        in_switch = {f"{port.owner}.down" for port in self.blueprint.ports}
+        in_switch |= {f"{port.owner}.up" for port in self.blueprint.racks}
+        for name, end in self.ends.items():
+            found[name] = end.counters(queues.get(end.index, [])) if name in in_switch else end.counters()
+        return found
 
     def received_bytes(self, owner: str, direction: str) -> Callable[[], int]:
         """A quick reader of what has come out at the other end of this direction of the owner's link."""
@@ -95,7 +118,7 @@ class Wiring:
 
         def read() -> int:
             table.seek(0)
-            text = table.read(1 << 20)
+            text = b"".join(iter(lambda: table.read(1 << 16), b""))
             return int(text.partition(mark)[2].split(None, 1)[0])
 
         return read
@@ -116,7 +139,6 @@ class Wiring:
         switch.link("add", ifname=port.near, kind="veth", peer={"ifname": port.far})
         for device, bridge in ((port.near, port.near_bridge), (port.far, port.bridge)):
             index = self._index(SWITCH, device)
-            kernel.switch_offloads_off(device)
             switch.link("set", index=index, master=self._index(SWITCH, str(bridge)), state="up")
         self._shape(port)
 
@@ -133,12 +155,9 @@ class Wiring:
         else:
             peer = {"ifname": port.near, "net_ns_fd": self.namespaces[port.namespace]}
             switch.link("add", ifname=port.far, kind="veth", peer=peer)
-        kernel.switch_offloads_off(port.far)
         far = self._index(SWITCH, port.far)
         switch.link("set", index=far, ifalias=port.owner, master=self._index(SWITCH, port.bridge), state="up")
         near = self._index(port.namespace, port.near)
-        with self.inside(port.namespace):
-            kernel.switch_offloads_off(port.near)
         host.link("set", index=1, state="up")
         host.link("set", index=near, address=port.mac, state="up")
         host.addr(
