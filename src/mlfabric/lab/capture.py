@@ -22,6 +22,9 @@ from mlfabric.lab.record import Record
 SNAP_BYTES: Final = 96
 _BUFFER_MIB: Final = 16
 _START_S: Final = 15.0
+# The kernel hands frames over in blocks, each at the latest a second after its first frame (tcpdump's
+# timeout); a capture ended before that lacks the last block.
+_SETTLE_S: Final = 1.1
 _TCPDUMP_DROPS: Final = re.compile(r"(\d+) packets? dropped by (?:kernel|interface)")
 _TCPDUMP_FRAMES: Final = re.compile(r"(\d+) packets? captured")
 _DUMPCAP_FRAMES: Final = re.compile(r"received/dropped on interface .*: (\d+)/(\d+)")
@@ -68,6 +71,8 @@ class Captures:
 
     def stop(self) -> list[Captured]:
         """End the captures and say what each holds and what the kernel dropped of it."""
+        if self._running:
+            time.sleep(_SETTLE_S)
         for _, _, _, process in self._running:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
