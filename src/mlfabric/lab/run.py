@@ -29,6 +29,7 @@ from mlfabric.scenario import dump
 _POLL_S: Final = 0.02
 _GRACE_S: Final = 5.0  # for ranks to end by themselves after one has failed, or after being asked to
 BUSY: Final = 0.95  # of the processors' time; above it, figures tell more of the machine than of the network
+BUSY_AFTER_S: Final = 3.0  # shorter runs are all start-up
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +229,7 @@ class _Run:
         for tail in self._tails.values():
             tail.read(final=True)
         busy = self._sampler.load.busy_share()
-        if busy > BUSY:
+        if busy > BUSY and seconds > BUSY_AFTER_S:
             self.warnings.append(
                 f"the machine's processors were {busy:.0%} busy: this run measures them, not the network"
             )
