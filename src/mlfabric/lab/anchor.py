@@ -171,7 +171,10 @@ class Anchor:
         return [asdict(done) for done in self.controls.done[since:]]
 
     def _on_measure(self, owner: str, direction: str) -> dict[str, Any]:
-        return asdict(probe.measure_link(self.wiring, owner, direction))
+        sockets = probe.Sockets(self.wiring)
+        measured = probe.measure_link(self.wiring, sockets, owner, direction)
+        sockets.close()
+        return asdict(measured)
 
     def _on_children(self) -> dict[str, int | None]:
         """Programs of the lab itself, with the exit code of those that ended."""

@@ -113,8 +113,12 @@ class LinkEnd:
                 "del-filter", "u32", self.index, parent=_ROOT, prio=at, protocol=protocol, target=_LOST
             )
 
+    def hold(self, queue_bytes: int) -> None:
+        """Let the queue hold more for a while; `empty_queue` ends it."""
+        self._netlink.tc("change", "bfifo", self.index, _QUEUE, parent=_OPEN, limit=queue_bytes)
+
     def empty_queue(self) -> None:
-        """Forget what is queued and counted."""
+        """Forget what is queued and counted, and hold what the shape says."""
         self._renew_queue()
         self._gone = Counters(0, 0, 0, 0)
 
