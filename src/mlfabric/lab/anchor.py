@@ -63,8 +63,7 @@ class Anchor:
         Path(self.record.hosts_path).write_text(self.wiring.blueprint.hosts_file())
         self.wiring.build()
         self._start_forwarders()
-        for end in self.wiring.ends.values():
-            end.check()
+        self.wiring.check()
         if verify:
             self.measured = probe.measure_all(self.wiring)
         self._listen()

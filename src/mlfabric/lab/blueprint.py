@@ -29,6 +29,7 @@ MIN_BURST_BYTES: Final = 2 * FRAME_L2_BYTES
 # could carry more than this budget let TCP hand over several frames as one piece.
 PLAIN_FRAMES_PER_S: Final = 16_000
 MAX_PIECE_FRAMES: Final = 16
+DELAYED_COST: Final = 8  # a frame that passes the forwarder, against one that does not
 MIN_PIECES_PER_QUEUE: Final = 16
 
 
@@ -139,7 +140,10 @@ def draw(scenario: Scenario) -> Blueprint:
 
 def _piece_frames(hosts: list[Port]) -> int:
     """As few as the machine can bear, and never so many that a queue holds but a handful of pieces."""
-    frames_per_s = sum(min(port.up.rate_bps, port.down.rate_bps) for port in hosts) / 8 / FRAME_L2_BYTES
+    frames_per_s = sum(
+        min(port.up.rate_bps, port.down.rate_bps) / 8 / FRAME_L2_BYTES * (DELAYED_COST if port.delay_s else 1)
+        for port in hosts
+    )
     wanted = math.ceil(frames_per_s / PLAIN_FRAMES_PER_S)
     smallest_queue = min(min(port.up.queue_bytes, port.down.queue_bytes) for port in hosts)
     bearable = smallest_queue // (MIN_PIECES_PER_QUEUE * FRAME_L2_BYTES)

@@ -2,7 +2,8 @@
 
 A program of its own, one for each delayed host: `python -m mlfabric.lab.forwarder NEAR_FD FAR_FD DELAY_NS`.
 The kernel shapes both directions before the frames get here; this adds time, nothing else. It never drops:
-frames it can't take in time wait in the TAP device's queue, which the lab makes long.
+frames it can't take in time wait in the TAP device's queue, which the lab makes long. A piece of several
+frames is read and written whole, with the header that says how to cut it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections import deque
 
 from mlfabric.lab.kernel import die_with_parent, sharpen_timers
 
-_MAX_FRAME_BYTES = 2048
+_MAX_PIECE_BYTES = 65_536 + 64
 _FRAMES_AT_ONCE = 64
 _IDLE_S = 1.0
 
@@ -34,7 +35,7 @@ class Way:
         waiting, source, delay_ns = self._waiting, self.source, self._delay_ns
         with contextlib.suppress(BlockingIOError):
             for _ in range(_FRAMES_AT_ONCE):
-                frame = os.read(source, _MAX_FRAME_BYTES)
+                frame = os.read(source, _MAX_PIECE_BYTES)
                 waiting.append((time.monotonic_ns() + delay_ns, frame))
 
     def give(self) -> None:

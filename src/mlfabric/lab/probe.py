@@ -89,7 +89,7 @@ def measure_link(wiring: Wiring, sockets: Sockets, owner: str, direction: str) -
     end, port = wiring.end(owner, direction), wiring.port(owner)
     namespace, device = wiring.sender(owner, direction)
     received = wiring.received_bytes(owner, direction)
-    in_pieces = port.delay_s == 0 and end.shape.rate_bps >= _PIECES_FROM_BPS
+    in_pieces = end.shape.rate_bps >= _PIECES_FROM_BPS
     load = _Load.for_link(end.shape, wiring.piece_frames if in_pieces else 1)
     best = Measured(end.name, end.shape.rate_bps, 0.0)
     load.sources = sockets.bound_to(namespace, device, load.memory_bytes)
@@ -106,6 +106,7 @@ def measure_link(wiring: Wiring, sockets: Sockets, owner: str, direction: str) -
             if abs(best.error) <= TOLERANCE:
                 break
     end.empty_queue()
+    received.close()
     return best
 
 
@@ -204,16 +205,22 @@ def _piece(frames: int) -> bytes:
 def _watch(load: _Load, end: LinkEnd, received: Callable[[], int], delay_s: float) -> float | None:
     """Bits per second of a link seen emptying its queue; None if it may have run dry meanwhile."""
     per_s = end.shape.bytes_per_s / load.wire_bytes
+    time.sleep(2 * delay_s)  # what an earlier cycle left under way arrives
     before = received()
     queued = load.queue()
     # The bucket leaves at once, the rest at the link's rate.
-    time.sleep(0.0005 + delay_s)
+    bucket_bytes = end.shape.burst_bytes / load.wire_bytes * load.counted_bytes
+    give_up = time.monotonic() + 2 * delay_s + _BACKLOG_S
+    while received() - before < bucket_bytes:
+        if time.monotonic() > give_up:
+            return None
+        time.sleep(0.0002)
     begin, begin_bytes = _reading(received)
     already = (begin_bytes - before) / load.counted_bytes
     time.sleep(max(0.0, _WATCHED * (queued - already) / per_s))
     finish, finish_bytes = _reading(received)
     left = queued - (finish_bytes - before) / load.counted_bytes
-    if left < 2 or begin_bytes - before < min(end.shape.burst_bytes, load.counted_bytes):
+    if left < 2:
         return None
     packets = (finish_bytes - begin_bytes) / load.counted_bytes
     return 8 * packets * load.wire_bytes / (finish - begin)

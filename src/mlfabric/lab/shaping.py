@@ -133,16 +133,16 @@ class LinkEnd:
             now.backlog_bytes,
         )
 
-    def check(self) -> None:
-        """Read back what the kernel made of our wishes."""
+    def check(self, queues: Sequence[Any] | None = None, classes: Sequence[Any] | None = None) -> None:
+        """Read back what the kernel made of our wishes, or take it from where it has been read."""
         rates = [
             message.get_attr("TCA_OPTIONS").get_attr("TCA_HTB_PARMS")["rate"]
-            for message in self._netlink.get_classes(self.index)
+            for message in (self._netlink.get_classes(self.index) if classes is None else classes)
             if message["handle"] == _OPEN
         ]
         limits = [
             message.get_attr("TCA_OPTIONS")["limit"]
-            for message in self._netlink.get_qdiscs(self.index)
+            for message in (self._netlink.get_qdiscs(self.index) if queues is None else queues)
             if message.get_attr("TCA_KIND") == "bfifo"
         ]
         expected = min(self.shape.bytes_per_s, 2**32 - 1)
@@ -166,17 +166,15 @@ class LinkEnd:
         }
 
     def _renew_queue(self) -> None:
-        self._keep_counts()
         if not self.cut:
             # A queue can't replace one of its own handle and kind; go by way of the blackhole.
             self._netlink.tc("replace", "blackhole", self.index, _CUT_QUEUE, parent=_OPEN)
         self._netlink.tc("replace", "bfifo", self.index, _QUEUE, parent=_OPEN, limit=self.shape.queue_bytes)
 
     def _keep_counts(self) -> None:
-        if not self.cut:
-            now = self.counters()
-            # What was queued is lost with the queue.
-            self._gone = Counters(now.sent_bytes, now.sent_frames, now.dropped_frames, 0)
+        now = self.counters()
+        # What was queued is lost with the queue.
+        self._gone = Counters(now.sent_bytes, now.sent_frames, now.dropped_frames, 0)
 
     def _queue_counters(self, messages: Iterable[Any]) -> Counters:
         for message in messages:

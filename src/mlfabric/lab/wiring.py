@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Wiring:
         self.ends: dict[str, LinkEnd] = {}  # "w3.up", "w3.down"
         self.taps: dict[str, tuple[int, int]] = {}  # of delayed hosts: descriptors of near and far end
         self._netlink: dict[str, Any] = {}
+        self._indexes: dict[tuple[str, str], int] = {}
 
     def make_namespaces(self) -> None:
         """One for the switch, one for each host; this thread ends up in the switch."""
@@ -74,8 +75,7 @@ class Wiring:
         for port in self.blueprint.ports:
             for where, device in ((port.namespace, port.near), (SWITCH, port.far)):
                 with self.inside(where):
-                    # A TAP device knows plain frames only; the kernel cuts pieces up for it.
-                    kernel.set_offloads(device, glued=count > 1 and port.delay_s == 0)
+                    kernel.set_offloads(device, glued=count > 1)
                     if where != SWITCH:
                         self._netlink[where].link(
                             "set", index=self._index(where, device), gso_max_segs=max(count, 1)
@@ -98,30 +98,21 @@ class Wiring:
         return self.ends[f"{owner}.{direction}"]
 
     def counters(self) -> dict[str, Counters]:
-        found: dict[str, Counters] = {}
-        queues: dict[int, list[Any]] = {}
-        for message in self._netlink[SWITCH].get_qdiscs():
-            queues.setdefault(message["index"], []).append(message)
-        in_switch = {f"{port.owner}.down" for port in self.blueprint.ports}
-        in_switch |= {f"{port.owner}.up" for port in self.blueprint.racks}
-        for name, end in self.ends.items():
-            found[name] = end.counters(queues.get(end.index, [])) if name in in_switch else end.counters()
-        return found
+        queues = self._switch_dump("get_qdiscs")
+        return {name: end.counters(queues.get(name)) for name, end in self.ends.items()}
 
-    def received_bytes(self, owner: str, direction: str) -> Callable[[], int]:
+    def check(self) -> None:
+        """Read back what the kernel made of every shape."""
+        queues, classes = self._switch_dump("get_qdiscs"), self._switch_dump("get_classes")
+        for name, end in self.ends.items():
+            end.check(queues.get(name), classes.get(name))
+
+    def received_bytes(self, owner: str, direction: str) -> kernel.ReceivedBytes:
         """A quick reader of what has come out at the other end of this direction of the owner's link."""
         port = self.port(owner)
         where, device = (SWITCH, port.far) if direction == "up" else (port.namespace, port.near)
         with self.inside(where):
-            table = open("/proc/thread-self/net/dev", "rb", buffering=0)  # noqa: SIM115 - lives in the reader
-        mark = f"{device}:".encode()
-
-        def read() -> int:
-            table.seek(0)
-            text = b"".join(iter(lambda: table.read(1 << 16), b""))
-            return int(text.partition(mark)[2].split(None, 1)[0])
-
-        return read
+            return kernel.ReceivedBytes(self._index(where, device))
 
     def port(self, owner: str) -> Port:
         return next(port for port in self.blueprint.ports if port.owner == owner)
@@ -133,6 +124,20 @@ class Wiring:
 
     def inodes(self) -> dict[int, str]:
         return {kernel.network_inode(fd): name for name, fd in self.namespaces.items()}
+
+    def _switch_dump(self, what: str) -> dict[str, list[Any]]:
+        """All queues or classes of the switch by the name of their link end: one question instead of many."""
+        ends = [f"{port.owner}.down" for port in self.blueprint.ports]
+        ends += [f"{port.owner}.up" for port in self.blueprint.racks]
+        names = {self.ends[name].index: name for name in ends}
+        found: dict[str, list[Any]] = {name: [] for name in ends}
+        dump = getattr(self._netlink[SWITCH], what)
+        # Queues are told for all devices at once, classes for one device at a time.
+        messages = dump() if what == "get_qdiscs" else (m for index in names for m in dump(index))
+        for message in messages:
+            if message["index"] in names:
+                found[names[message["index"]]].append(message)
+        return found
 
     def _wire_rack(self, port: Port) -> None:
         switch = self._netlink[SWITCH]
@@ -176,7 +181,10 @@ class Wiring:
             self.ends[name].build()
 
     def _index(self, where: str, device: str) -> int:
-        return int(self._netlink[where].link_lookup(ifname=device)[0])
+        if (where, device) not in self._indexes:
+            with self.inside(where):
+                self._indexes[where, device] = socket.if_nametoindex(device)
+        return self._indexes[where, device]
 
     def _go(self, name: str) -> None:
         kernel.enter_network(self.namespaces[name])
