@@ -30,13 +30,15 @@ class Stream:
 
 
 @contextlib.contextmanager
-def streaming(lab: Lab, source: str, target: str) -> Iterator[Stream]:
+def streaming(lab: Lab, source: str, target: str, congestion: str | None = None) -> Iterator[Stream]:
     """Send from one host to the other as fast as it goes, for as long as the block lasts."""
     stream = Stream()
     over = threading.Event()
     with lab.host(target).socket() as server, lab.host(source).socket() as out:
         server.bind((lab.host(target).address, 0))
         server.listen(1)
+        if congestion is not None:
+            out.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
         out.connect(server.getsockname())
         inward, _ = server.accept()
         # Closing throws away what is queued instead of sending it.
@@ -76,7 +78,7 @@ def _receive(inward: socket.socket, stream: Stream) -> None:
             stream.arrived.append((time.monotonic(), total))
 
 
-def measured_rate(lab: Lab, source: str, target: str, warm_s: float = 0.3, for_s: float = 0.6) -> float:
+def measured_rate(lab: Lab, source: str, target: str, warm_s: float = 0.25, for_s: float = 0.4) -> float:
     """Payload bytes per second of one stream, past its start."""
     with streaming(lab, source, target) as stream:
         begin = time.monotonic() + warm_s

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlfabric.errors import FabricError
+from mlfabric.lab import Lab
 from mlfabric.lab.testing import MakeLab
 from mlfabric.scenario import parse
 from tests.lab.streams import can_reach
@@ -25,6 +26,14 @@ def wait_for_state(pid: int, wanted: str) -> bool:
             return True
         time.sleep(0.005)
     return False
+
+
+def started(lab: Lab, host: str, script: str) -> subprocess.Popen[bytes]:
+    """A shell on the host that has come as far as running the script."""
+    process = lab.host(host).popen(["sh", "-c", f"echo; {script}"], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
 
 
 def test_cut_host_is_silent_until_healed(make_lab: MakeLab) -> None:
@@ -71,11 +80,7 @@ def test_cut_path_one_way(make_lab: MakeLab) -> None:
 
 def test_kill_pause_and_resume_strike_one_host(make_lab: MakeLab) -> None:
     lab = make_lab(hosts=2)
-    with (
-        lab.host("w0").popen(["sh", "-c", "sleep 60 & sleep 60"]) as victim,
-        lab.host("w1").popen(["sleep", "60"]) as other,
-    ):
-        assert wait_for_state(victim.pid, "S")
+    with started(lab, "w0", "sleep 60 & sleep 60") as victim, started(lab, "w1", "sleep 60") as other:
         assert victim.pid in lab.host("w0").pause()
         assert wait_for_state(victim.pid, "T")
         assert state_of(other.pid) in "SRD"
@@ -84,7 +89,7 @@ def test_kill_pause_and_resume_strike_one_host(make_lab: MakeLab) -> None:
         lab.host("w0").kill()
         assert victim.wait(3) == -9
         assert other.poll() is None
-        other.kill()
+        lab.host("w1").kill()
 
 
 def test_fault_plan_and_trace_are_played_on_time(make_lab: MakeLab) -> None:

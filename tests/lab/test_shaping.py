@@ -50,12 +50,15 @@ def test_rack_uplink_shares_as_asked(make_lab: MakeLab) -> None:
         racks = [{ name = "left", oversubscription = 4 }, { name = "right", oversubscription = 4 }]
     """)
     lab = make_lab(scenario)
+    lab.use_plain_frames()
     with contextlib.ExitStack() as stack:
-        streams = [stack.enter_context(streaming(lab, f"a{i}", f"b{i}")) for i in range(4)]
-        begin = time.monotonic() + 0.7
-        time.sleep(2.2)
-        rates = [stream.rate(begin, begin + 1.4) for stream in streams]
+        # Whether streams share a queue evenly is their congestion control's affair; Reno's do.
+        streams = [stack.enter_context(streaming(lab, f"a{i}", f"b{i}", "reno")) for i in range(4)]
+        begin = time.monotonic() + 1.0
+        time.sleep(4.0)
+        rates = [stream.rate(begin, begin + 3.0) for stream in streams]
     assert sum(rates) == pytest.approx(goodput(80e6), rel=0.05)
+    assert all(rate > sum(rates) / 8 for rate in rates), rates
     inside = measured_rate(lab, "a0", "a1")
     assert inside == pytest.approx(goodput(80e6), rel=0.05)
 

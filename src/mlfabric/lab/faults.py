@@ -79,18 +79,13 @@ class Controls:
         """Send the signal of this fault to all that runs on the host; who got it."""
         if do not in _SIGNALS:
             raise FabricError(f"no fault {do!r} acts on processes; there are {', '.join(_SIGNALS)}")
-        inode = kernel.network_inode(self._wiring.namespaces[self._owner(host)])
-        number = _SIGNALS[do]
+        owner = self._owner(host)
         # Remembered first: whoever sees a process end finds the reason already written.
         self._remember(do, host=host)
-        reached: set[int] = set()
-        for _ in range(_PASSES):
-            # A process may start another while we look; once is enough only if a look finds none unreached.
-            fresh = set(kernel.processes_in([inode])) - reached
-            if not fresh:
-                break
-            reached |= {pid for pid in fresh if kernel.send_signal(pid, number)} | fresh
-        return sorted(reached)
+        if do == "kill":
+            # A machine that dies does so at once: no process may see another's end and react.
+            self._send_to_all(owner, signal.SIGSTOP)
+        return self._send_to_all(owner, _SIGNALS[do])
 
     def restart(self, host: str) -> None:
         """Only remembered: whoever started the host's processes starts them again."""
@@ -114,6 +109,19 @@ class Controls:
             self.restart(host)
         else:
             self.signal(host, fault.do)
+
+    def _send_to_all(self, owner: str, number: int) -> list[int]:
+        """A process may start another while we look, so look again until none is new."""
+        inode = kernel.network_inode(self._wiring.namespaces[owner])
+        reached: set[int] = set()
+        for _ in range(_PASSES):
+            fresh = set(kernel.processes_in([inode])) - reached
+            if not fresh:
+                break
+            for pid in fresh:
+                kernel.send_signal(pid, number)
+            reached |= fresh
+        return sorted(reached)
 
     def _owner(self, host: str) -> str:
         return self._wiring.blueprint.host(host).owner

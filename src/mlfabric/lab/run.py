@@ -17,13 +17,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from mlfabric.errors import FabricError
 from mlfabric.lab.capture import Captured, Captures
-from mlfabric.lab.manifest import MachineLoad, versions
+from mlfabric.lab.manifest import versions
 from mlfabric.lab.session import Lab
+from mlfabric.lab.watch import LinkSampler, LogTail
 from mlfabric.scenario import dump
 
 _POLL_S: Final = 0.02
@@ -173,8 +175,8 @@ class _Run:
         self._seen = 0  # of what was done to the lab
         self._down: dict[str, str] = {}  # host to the fault that ended it
         self._failed_at: float | None = None
-        self._sampler = _Sampler(self)
-        self._tails: dict[int, _Tail] = {}
+        self._sampler = LinkSampler(lab, self.folder / "links.csv", options.sample_s)
+        self._tails: dict[int, LogTail] = {}
 
     def start(self) -> None:
         try:
@@ -206,7 +208,7 @@ class _Run:
                     self._learn_what_was_done()
                     self._judge(rank)
             self._learn_what_was_done()
-            self._sampler.sample_if_due()
+            self._report_progress()
             for tail in self._tails.values():
                 tail.read()
             self._stop_if_late()
@@ -218,7 +220,7 @@ class _Run:
         self._end_ranks()
         with contextlib.suppress(FabricError, OSError):
             self._learn_what_was_done()
-            self._sampler.sample()
+            self._sampler.sample(seconds)
         if self._captures is not None:
             self.captured = self._captures.stop()
             self.complaints += [
@@ -272,8 +274,8 @@ class _Run:
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         rank.exit_code = None
-        if rank.rank not in self._tails:
-            self._tails[rank.rank] = _Tail(rank, self.options.on_line)
+        if rank.rank not in self._tails and self.options.on_line is not None:
+            self._tails[rank.rank] = LogTail(rank.log, partial(self.options.on_line, rank.rank, rank.host))
 
     def _unfinished(self) -> bool:
         if any(rank.running for rank in self.ranks):
@@ -286,6 +288,15 @@ class _Run:
             event.do == "restart" and event.host in self._down and event.at_s > now - 1.0
             for event in self.lab.scenario.fault_events()
         )
+
+    def _report_progress(self) -> None:
+        seconds = time.monotonic() - self.began
+        seen = self._sampler.sample_if_due(seconds)
+        if seen is not None and self.options.on_progress is not None:
+            running = sum(rank.running for rank in self.ranks)
+            self.options.on_progress(
+                Progress(seconds, running, len(self.ranks), seen.wire_bps, seen.dropped_frames)
+            )
 
     def _judge(self, rank: Rank) -> None:
         if rank.exit_code == 0:
@@ -366,72 +377,6 @@ class _Run:
             **more,
         }
         (self.folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
-
-
-class _Sampler:
-    """Reads the link counters now and then: `links.csv`, and the figures of the live progress."""
-
-    def __init__(self, run: _Run) -> None:
-        self.load = MachineLoad()
-        self._run = run
-        self._next = 0.0
-        self._last: tuple[float, int] | None = None
-
-    def sample_if_due(self) -> None:
-        if time.monotonic() >= self._next:
-            self.sample()
-
-    def sample(self) -> None:
-        run = self._run
-        now = time.monotonic() - run.began
-        counters = run.lab.counters()
-        path = run.folder / "links.csv"
-        new = not path.exists()
-        with path.open("a") as out:
-            if new:
-                out.write("time_s,link,sent_bytes,sent_frames,dropped_frames,backlog_bytes\n")
-            for link, count in counters.items():
-                out.write(f"{now:.3f},{link},{','.join(str(value) for value in count.values())}\n")
-        self.load.update()
-        self._report(now, counters)
-        self._next = time.monotonic() + run.options.sample_s
-
-    def _report(self, now: float, counters: dict[str, dict[str, int]]) -> None:
-        hosts = set(self._run.addresses)
-        arrived = sum(
-            count["sent_bytes"]
-            for link, count in counters.items()
-            if link.endswith(".down") and link.removesuffix(".down") in hosts
-        )
-        dropped = sum(count["dropped_frames"] for count in counters.values())
-        before, self._last = self._last, (now, arrived)
-        if self._run.options.on_progress is not None:
-            spent = now - before[0] if before else 0.0
-            wire_bps = 8 * (arrived - before[1]) / spent if before and spent > 0 else 0.0
-            running = sum(rank.running for rank in self._run.ranks)
-            self._run.options.on_progress(Progress(now, running, len(self._run.ranks), wire_bps, dropped))
-
-
-class _Tail:
-    """Follows one rank's log and passes whole lines on."""
-
-    def __init__(self, rank: Rank, on_line: Callable[[int, str, str], None] | None) -> None:
-        self._rank, self._on_line = rank, on_line
-        self._at = 0
-        self._rest = b""
-
-    def read(self, *, final: bool = False) -> None:
-        if self._on_line is None or (os.path.getsize(self._rank.log) == self._at and not final):
-            return
-        with open(self._rank.log, "rb") as log:
-            log.seek(self._at)
-            text = self._rest + log.read()
-            self._at = log.tell()
-        *lines, self._rest = text.split(b"\n")
-        if final and self._rest:
-            lines.append(self._rest)
-        for line in lines:
-            self._on_line(self._rank.rank, self._rank.host, line.decode(errors="replace").rstrip("\r"))
 
 
 def _ending(exit_code: int) -> str:
