@@ -9,7 +9,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import pytest
+
 from mlfabric.lab import Lab
+from mlfabric.lab.manifest import MachineLoad
 
 
 @dataclass
@@ -89,10 +92,16 @@ def measured_rate(lab: Lab, source: str, target: str, warm_s: float = 0.25, for_
 def steady_rate(lab: Lab, source: str, target: str, asked: float) -> float:
     """The rate of a stream, tried again where a busy machine held it back; it can't make one faster."""
     got = 0.0
-    for _ in range(8):
+    load = MachineLoad()
+    for _ in range(6):
         got = max(got, measured_rate(lab, source, target))
+        load.update()
         if got > 0.97 * asked:
-            break
+            return got
+    if got < 0.95 * asked and load.busy_share() > 0.9:
+        pytest.skip(
+            f"the processors are {load.busy_share():.0%} busy and carry {got / asked:.0%} of the rate"
+        )
     return got
 
 

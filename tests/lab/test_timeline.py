@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 
-from mlfabric.lab.inside import inside
+from mlfabric.lab import inside
 from mlfabric.lab.timeline import happenings
 from mlfabric.scenario import FaultEvent, RateChange, dump, parse
 
@@ -82,10 +83,8 @@ def test_written_scenario_reads_back_the_same() -> None:
     assert parse(dump(scenario)) == scenario
 
 
-def test_program_inside_learns_its_stragglers_from_the_scenario(tmp_path: object) -> None:
-    from pathlib import Path
-
-    file = Path(str(tmp_path)) / "scenario.toml"
+def test_program_inside_learns_its_stragglers_from_the_scenario(tmp_path: Path) -> None:
+    file = tmp_path / "scenario.toml"
     file.write_text(DYNAMIC)
     here = inside({"MLFABRIC_SCENARIO": str(file), "MLFABRIC_HOST": "w1"})
     scenario = parse(DYNAMIC)

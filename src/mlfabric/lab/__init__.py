@@ -14,13 +14,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlfabric.lab.inside import inside
+    from mlfabric.lab.place import inside
     from mlfabric.lab.run import RunOptions, RunResult
     from mlfabric.lab.session import Lab, LabHost
 
 __all__ = ["Lab", "LabHost", "RunOptions", "RunResult", "inside"]
 
-_HOMES = {"Lab": "session", "LabHost": "session", "RunOptions": "run", "RunResult": "run", "inside": "inside"}
+_HOMES = {"Lab": "session", "LabHost": "session", "RunOptions": "run", "RunResult": "run", "inside": "place"}
 
 
 def __getattr__(name: str) -> Any:

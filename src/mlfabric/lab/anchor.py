@@ -44,7 +44,7 @@ class Anchor:
         self.wiring = Wiring(draw(self.scenario))
         self.controls = Controls(self.wiring)
         self.player = Player(happenings(self.scenario), self.controls)
-        self.children: list[subprocess.Popen[bytes]] = []
+        self.children: dict[str, subprocess.Popen[bytes]] = {}  # programs of the lab itself
         self.measured: list[probe.Measured] = []
         self.stopping = False
         self._selector = selectors.DefaultSelector()
@@ -76,6 +76,7 @@ class Anchor:
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # wakes the loop below
         self._selector.register(wake, selectors.EVENT_READ, lambda: os.read(wake, 4096))
         if attached:
             self._selector.register(sys.stdin.fileno(), selectors.EVENT_READ, self._maker_gone)
@@ -83,19 +84,20 @@ class Anchor:
             for key, _ in self._selector.select(self.player.due_in()):
                 key.data()
             self.player.play()
+            self._look_after_children()
 
     def take_down(self) -> None:
         """End all that runs in the lab, then forget it; the kernel does the rest when this process ends."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         # Whoever enters from now on finds no hosts file and leaves; whoever came before is found below.
         Path(self.record.hosts_path).unlink(missing_ok=True)
-        for child in self.children:
+        for child in self.children.values():
             child.kill()
         inodes = self.wiring.inodes()
         while inside := kernel.processes_in(inodes):
             for pid in inside:
                 kernel.send_signal(pid, signal.SIGKILL)
-            for child in self.children:
+            for child in self.children.values():
                 child.poll()
             time.sleep(0.005)
         shutil.rmtree(self.record.folder, ignore_errors=True)
@@ -175,10 +177,6 @@ class Anchor:
         sockets.close()
         return asdict(measured)
 
-    def _on_children(self) -> dict[str, int | None]:
-        """Programs of the lab itself, with the exit code of those that ended."""
-        return {str(child.pid): child.poll() for child in self.children}
-
     def _on_plain_frames(self) -> None:
         self.wiring.set_piece_frames(1)
 
@@ -188,7 +186,9 @@ class Anchor:
     def _start_forwarders(self) -> None:
         for owner, (near, far) in self.wiring.taps.items():
             delay_ns = round(self.wiring.port(owner).delay_s * 1e9)
-            self._start("forwarder", [str(near), str(far), str(delay_ns)], [near, far])
+            self._start(
+                f"forwarder of {owner}", "forwarder", [str(near), str(far), str(delay_ns)], [near, far]
+            )
 
     def _start_background(self, epoch: float) -> None:
         if not self.scenario.background:
@@ -207,11 +207,18 @@ class Anchor:
         hosts = {name for stream in streams for name in (stream["source"], stream["target"])}
         fds = {str(name): self.wiring.namespaces[str(name)] for name in hosts}
         order = json.dumps({"namespaces": fds, "streams": streams})
-        self._start("background", [order], list(fds.values()))
+        self._start("background traffic", "background", [order], list(fds.values()))
 
-    def _start(self, program: str, arguments: list[str], fds: list[int]) -> None:
+    def _start(self, name: str, program: str, arguments: list[str], fds: list[int]) -> None:
         argv = [sys.executable, "-m", f"mlfabric.lab.{program}", *arguments]
-        self.children.append(subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=fds))
+        self.children[name] = subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=fds)
+
+    def _look_after_children(self) -> None:
+        for name, child in list(self.children.items()):
+            if child.poll() is not None:
+                del self.children[name]
+                if child.returncode != 0:
+                    self.controls.remember("broken", program=name, exit_code=child.returncode)
 
     def _listen(self) -> None:
         server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

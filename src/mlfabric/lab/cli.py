@@ -14,7 +14,7 @@ from rich.table import Table
 
 from mlfabric.errors import FabricError
 from mlfabric.lab.record import Record, find, lab_name, labs_folder, records
-from mlfabric.lab.run import Progress, RunOptions
+from mlfabric.lab.run import Progress, RunOptions, place_ranks
 from mlfabric.lab.session import Lab, take_down
 from mlfabric.lab.shipped import load_named, scenario_path
 from mlfabric.units import format_rate, format_size, format_time, parse_time
@@ -24,6 +24,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="A cluster in a box: hosts, racks and links of a scenario, with real kernels and real TCP.",
 )
+
+_COMPLAINTS_SHOWN = 3
 
 ScenarioArgument = Annotated[str, typer.Argument(help="A scenario file, or the name of a shipped scenario.")]
 LabArgument = Annotated[str, typer.Argument(help="The scenario it was made from, or the lab's name.")]
@@ -84,7 +86,7 @@ def shell(lab: LabArgument, host: Annotated[str, typer.Argument(help="Where to g
     _become(lab, host, [os.environ.get("SHELL", "/bin/sh")])
 
 
-@app.command("exec", context_settings={"ignore_unknown_options": True})
+@app.command("exec")
 def execute(
     lab: LabArgument,
     host: Annotated[str, typer.Argument(help="Where to run it.")],
@@ -94,13 +96,16 @@ def execute(
     _become(lab, host, command)
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
+@app.command()
 def run(
     scenario: ScenarioArgument,
     command: Annotated[list[str], typer.Argument(help="What every rank runs, after --.")],
     capture: Annotated[
         Path | None, typer.Option(help="Capture packets of every host into this folder.")
     ] = None,
+    capture_pieces: Annotated[
+        bool, typer.Option("--capture-pieces", help="Capture several frames of a stream as one; costs less.")
+    ] = False,
     folder: Annotated[
         Path | None, typer.Option("--out", help="The run folder; default runs/NAME-TIME.")
     ] = None,
@@ -120,16 +125,21 @@ def run(
     view = _RunView(console, quiet)
     options = RunOptions(
         hosts=hosts, ranks_per_host=ranks_per_host, folder=folder, capture=capture,
-        timeout_s=_seconds(timeout), on_line=view.line, on_progress=view.progress,
+        capture_pieces=capture_pieces, timeout_s=_seconds(timeout),
+        on_line=view.line, on_progress=view.progress,
     )  # fmt: skip
-    with Lab(scenario) as lab:
+    lab = Lab(scenario)
+    place_ranks(lab.scenario, options)  # complain before building anything
+    with lab:
         console.print(f"lab {lab.name}: {len(lab.hosts)} hosts, every link measured as asked")
         with view:
             result = lab.run(command, options)
     for warning in result.warnings:
         console.print(f"warning: {warning}", markup=False)
-    for complaint in result.complaints:
+    for complaint in result.complaints[:_COMPLAINTS_SHOWN]:
         console.print(f"mlfabric: {complaint}", markup=False, soft_wrap=True)
+    if len(result.complaints) > _COMPLAINTS_SHOWN:
+        console.print(f"mlfabric: and {len(result.complaints) - _COMPLAINTS_SHOWN} more in manifest.json")
     console.print(
         f"{format_time(result.seconds)}; all of it in {result.folder}", markup=False, soft_wrap=True
     )

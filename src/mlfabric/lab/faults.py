@@ -53,27 +53,27 @@ class Controls:
         for direction, rate_bps in (("up", up_bps), ("down", down_bps)):
             end = self._wiring.end(owner, direction)
             end.set_shape(shape_with(end.shape, rate_bps, queue_bytes))
-        self._remember("rate", host=host, up_bps=up_bps, down_bps=down_bps)
+        self.remember("rate", host=host, up_bps=up_bps, down_bps=down_bps)
 
     def cut(self, host: str, direction: str) -> None:
         for way in _ways(direction):
             self._wiring.end(self._owner(host), way).lose_everything()
-        self._remember("cut", host=host, direction=direction)
+        self.remember("cut", host=host, direction=direction)
 
     def heal(self, host: str, direction: str) -> None:
         for way in _ways(direction):
             self._wiring.end(self._owner(host), way).carry_again()
-        self._remember("heal", host=host, direction=direction)
+        self.remember("heal", host=host, direction=direction)
 
     def cut_between(self, first: str, second: str, direction: str) -> None:
         for source, target in self._paths(first, second, direction):
             self._wiring.end(target, "down").lose_from(self._address(source))
-        self._remember("cut", between=[first, second], direction=direction)
+        self.remember("cut", between=[first, second], direction=direction)
 
     def heal_between(self, first: str, second: str, direction: str) -> None:
         for source, target in self._paths(first, second, direction):
             self._wiring.end(target, "down").carry_from(self._address(source))
-        self._remember("heal", between=[first, second], direction=direction)
+        self.remember("heal", between=[first, second], direction=direction)
 
     def signal(self, host: str, do: str) -> list[int]:
         """Send the signal of this fault to all that runs on the host; who got it."""
@@ -81,7 +81,7 @@ class Controls:
             raise FabricError(f"no fault {do!r} acts on processes; there are {', '.join(_SIGNALS)}")
         owner = self._owner(host)
         # Remembered first: whoever sees a process end finds the reason already written.
-        self._remember(do, host=host)
+        self.remember(do, host=host)
         if do == "kill":
             # A machine that dies does so at once: no process may see another's end and react.
             self._send_to_all(owner, signal.SIGSTOP)
@@ -89,7 +89,7 @@ class Controls:
 
     def restart(self, host: str) -> None:
         """Only remembered: whoever started the host's processes starts them again."""
-        self._remember("restart", host=host)
+        self.remember("restart", host=host)
 
     def apply(self, happening: Happening) -> None:
         if isinstance(happening, RateChange):
@@ -134,7 +134,7 @@ class Controls:
         paths = {"out": [(first, second)], "in": [(second, first)]}
         return paths.get(direction, [(first, second), (second, first)])
 
-    def _remember(self, do: str, **detail: Any) -> None:
+    def remember(self, do: str, **detail: Any) -> None:
         at_s = None if self.epoch is None else time.monotonic() - self.epoch
         self.done.append(Done(len(self.done), time.time(), at_s, do, detail))
 

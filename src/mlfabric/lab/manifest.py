@@ -26,17 +26,21 @@ def versions() -> dict[str, str | int]:
 
 
 class MachineLoad:
-    """The share of all processors' time that was used since this was made."""
+    """The share of all processors' time that was used, over those stretches that count."""
 
     def __init__(self) -> None:
-        self._first = self._last = _times()
-
-    def update(self) -> None:
         self._last = _times()
+        self._total = self._busy = 0
+
+    def update(self, *, counts: bool = True) -> None:
+        """The stretch since the last call is over."""
+        before, self._last = self._last, _times()
+        if counts:
+            self._total += self._last[0] - before[0]
+            self._busy += self._last[1] - before[1]
 
     def busy_share(self) -> float:
-        total = self._last[0] - self._first[0]
-        return (self._last[1] - self._first[1]) / total if total > 0 else 0.0
+        return self._busy / self._total if self._total > 0 else 0.0
 
 
 def _times() -> tuple[int, int]:

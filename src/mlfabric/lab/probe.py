@@ -28,7 +28,8 @@ _BACKLOG_S = 0.02  # what is queued at once, by the asked rate
 _WATCHED = 0.6  # of that backlog is watched leaving; the rest shows that the link never ran dry
 _MIN_FRAMES = 40  # in the backlog, so that one more or less is within the tolerance
 _MIN_FRAME_BYTES = 64
-_MAX_CYCLES = 20
+_MAX_LOAD_BYTES = 16_000_000
+_MAX_CYCLES = 16
 _PIECES_FROM_BPS = 100e6  # below, plain frames are few enough
 _SLOW_READING_S = 0.0001  # a reading that took longer was interrupted and says nothing about its time
 _MAX_SOCKETS = 64
@@ -167,7 +168,7 @@ class _Load:
             wire_bytes = round(min(FRAME_L2_BYTES, max(_MIN_FRAME_BYTES, backlog_bytes / _MIN_FRAMES)))
             packet = bytes(_VNET_HEADER.size) + (_ETHERNET + _LOCAL_EXPERIMENTAL).ljust(wire_bytes, b"\0")
             counted = wire_bytes
-        backlog_bytes = max(backlog_bytes, wire_bytes * _MIN_FRAMES) + shape.burst_bytes
+        backlog_bytes = min(max(backlog_bytes, wire_bytes * _MIN_FRAMES) + shape.burst_bytes, _MAX_LOAD_BYTES)
         return cls(packet, wire_bytes, counted, math.ceil(backlog_bytes / wire_bytes))
 
     @property

@@ -26,12 +26,10 @@ from mlfabric.lab.capture import Captured, Captures
 from mlfabric.lab.manifest import versions
 from mlfabric.lab.session import Lab
 from mlfabric.lab.watch import LinkSampler, LogTail
-from mlfabric.scenario import dump
+from mlfabric.scenario import Scenario, dump
 
 _POLL_S: Final = 0.02
-_GRACE_S: Final = 5.0  # for ranks to end by themselves after one has failed, or after being asked to
 BUSY: Final = 0.95  # of the processors' time; above it, figures tell more of the machine than of the network
-BUSY_AFTER_S: Final = 3.0  # shorter runs are all start-up
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,9 @@ class RunOptions:
     ranks_per_host: int = 1
     folder: Path | None = None  # default: runs/NAME-TIME
     capture: Path | None = None
+    capture_pieces: bool = False  # let TCP's pieces travel whole through captures: cheaper, coarser
     timeout_s: float | None = None
+    grace_s: float = 5.0  # for ranks to end by themselves when one has failed, or when asked to
     sample_s: float = 1.0  # between readings of the link counters
     master_port: int = 29500
     environment: Mapping[str, str] | None = None  # default: this process's
@@ -125,6 +125,21 @@ def run_ranks(lab: Lab, command: list[str], options: RunOptions) -> RunResult:
     return run.finish()
 
 
+def place_ranks(scenario: Scenario, options: RunOptions) -> list[tuple[str, int]]:
+    """Host and local rank of every rank; a FabricError says what is wrong with the wishes."""
+    if options.ranks_per_host < 1:
+        raise FabricError("there must be at least one rank on each host")
+    if options.hosts is not None:
+        hosts = scenario.matching(options.hosts)
+    elif scenario.jobs:
+        hosts = list(scenario.places(scenario.jobs[0]).workers)
+    else:
+        hosts = scenario.host_names()
+    if not hosts:
+        raise FabricError(f"no host matches {', '.join(options.hosts or ())}")
+    return [(host, local) for host in hosts for local in range(options.ranks_per_host)]
+
+
 def rank_environment(
     lab: Lab, rank: Rank, ranks: Sequence[Rank], folder: Path, secret: str, port: int, master: str
 ) -> dict[str, str]:
@@ -162,7 +177,10 @@ class _Run:
         self.lab, self.command, self.options = lab, command, options
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         self.folder = (options.folder or Path("runs") / f"{lab.name}-{stamp}").absolute()
-        self.ranks = self._place()
+        self.ranks = [
+            Rank(number, host, local, str(self.folder / "logs" / f"rank{number}-{host}.log"))
+            for number, (host, local) in enumerate(place_ranks(lab.scenario, options))
+        ]
         self.complaints: list[str] = []
         self.warnings: list[str] = []
         self.captured: list[Captured] = []
@@ -190,7 +208,8 @@ class _Run:
         self.addresses, self._measured = described["hosts"], described["measured"]
         self._write_manifest("running")
         if self.options.capture is not None:
-            self.lab.use_plain_frames()
+            if not self.options.capture_pieces:
+                self.lab.use_plain_frames()
             self._captures = Captures(
                 self.lab.record, described["ports"], self.options.capture.absolute(),
                 as_user=described["in_user_namespace"],
@@ -230,35 +249,14 @@ class _Run:
             ]
         for tail in self._tails.values():
             tail.read(final=True)
-        busy = self._sampler.load.busy_share()
-        if busy > BUSY and seconds > BUSY_AFTER_S:
+        busy = self._sampler.busy_share()
+        if busy > BUSY:
             self.warnings.append(
                 f"the machine's processors were {busy:.0%} busy: this run measures them, not the network"
             )
         if (self.folder / "scenario.toml").exists():
             self._write_manifest("failed" if self.complaints else "done", seconds=seconds, busy_share=busy)
         return RunResult(self.folder, seconds, self.ranks, self.captured, self.complaints, self.warnings)
-
-    def _place(self) -> list[Rank]:
-        scenario, options = self.lab.scenario, self.options
-        if options.ranks_per_host < 1:
-            raise FabricError("there must be at least one rank on each host")
-        if options.hosts is not None:
-            hosts = scenario.matching(options.hosts)
-        elif scenario.jobs:
-            hosts = list(scenario.places(scenario.jobs[0]).workers)
-        else:
-            hosts = scenario.host_names()
-        if not hosts:
-            raise FabricError(f"no host matches {', '.join(options.hosts or ())}")
-        ranks: list[Rank] = []
-        for host in hosts:
-            for local in range(options.ranks_per_host):
-                number = len(ranks)
-                ranks.append(
-                    Rank(number, host, local, str(self.folder / "logs" / f"rank{number}-{host}.log"))
-                )
-        return ranks
 
     def _start_rank(self, rank: Rank) -> None:
         environment = dict(os.environ if self.options.environment is None else self.options.environment)
@@ -325,6 +323,8 @@ class _Run:
                 self._down[host] = event["do"]
             elif event["do"] == "restart":
                 self._restart(host)
+            elif event["do"] == "broken":
+                self.complaints.append(f"the lab's {event['detail']['program']} broke down during the run")
 
     def _restart(self, host: str) -> None:
         self._down.pop(host, None)
@@ -340,7 +340,7 @@ class _Run:
 
     def _stop_if_late(self) -> None:
         now = time.monotonic()
-        if self._failed_at is not None and now - self._failed_at > _GRACE_S:
+        if self._failed_at is not None and now - self._failed_at > self.options.grace_s:
             self._end_ranks()
         limit = self.options.timeout_s
         if limit is not None and now - self.began > limit:
@@ -351,11 +351,11 @@ class _Run:
 
     def _end_ranks(self) -> None:
         """Ask, wait a little, insist. Ranks that stand still are woken to hear it."""
-        for number, patience_s in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _GRACE_S)):
+        for number in (signal.SIGTERM, signal.SIGKILL):
             for rank in self.ranks:
                 rank.signal(number)
                 rank.signal(signal.SIGCONT)
-            give_up = time.monotonic() + patience_s
+            give_up = time.monotonic() + self.options.grace_s
             while any(rank.running for rank in self.ranks) and time.monotonic() < give_up:
                 for rank in self.ranks:
                     rank.reap()

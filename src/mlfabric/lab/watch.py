@@ -11,6 +11,8 @@ from pathlib import Path
 from mlfabric.lab.manifest import MachineLoad
 from mlfabric.lab.session import Lab
 
+_TRAFFIC_BPS = 1e6  # below, a run is starting up, computing or over
+
 
 @dataclass(frozen=True, slots=True)
 class LinkSample:
@@ -24,11 +26,15 @@ class LinkSampler:
     """Reads the link counters now and then and appends them to a CSV file."""
 
     def __init__(self, lab: Lab, file: Path, every_s: float) -> None:
-        self.load = MachineLoad()
+        self._load = MachineLoad()
         self._lab, self._file, self._every_s = lab, file, every_s
         self._downlinks = {f"{name}.down" for name in lab.scenario.host_names()}
         self._next = 0.0
         self._last: tuple[float, int] | None = None
+
+    def busy_share(self) -> float:
+        """How busy the processors were while there was traffic."""
+        return self._load.busy_share()
 
     def sample_if_due(self, seconds: float) -> LinkSample | None:
         """`seconds` is the time of the run to write down."""
@@ -42,12 +48,12 @@ class LinkSampler:
                 out.write("time_s,link,sent_bytes,sent_frames,dropped_frames,backlog_bytes\n")
             for link, count in counters.items():
                 out.write(f"{seconds:.3f},{link},{','.join(str(value) for value in count.values())}\n")
-        self.load.update()
         self._next = time.monotonic() + self._every_s
         arrived = sum(counters[link]["sent_bytes"] for link in self._downlinks)
         before_s, before = self._last or (seconds, arrived)
         self._last = (seconds, arrived)
         wire_bps = 8 * (arrived - before) / (seconds - before_s) if seconds > before_s else 0.0
+        self._load.update(counts=wire_bps > _TRAFFIC_BPS)
         return LinkSample(wire_bps, sum(count["dropped_frames"] for count in counters.values()))
 
 

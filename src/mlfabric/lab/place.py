@@ -17,7 +17,7 @@ from mlfabric.scenario import Scenario, load
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
+class Place:
     """A place in a lab, or nowhere."""
 
     scenario: Scenario | None
@@ -41,10 +41,10 @@ class Inside:
         return delay_s
 
 
-def inside(environment: Mapping[str, str] | None = None) -> Inside:
+def inside(environment: Mapping[str, str] | None = None) -> Place:
     """Where this process is, by the variables that the lab sets."""
     values = os.environ if environment is None else environment
     path, host = values.get("MLFABRIC_SCENARIO"), values.get("MLFABRIC_HOST")
     if not path or not host:
-        return Inside(None, None)
-    return Inside(load(path), host)
+        return Place(None, None)
+    return Place(load(path), host)
