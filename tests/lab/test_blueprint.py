@@ -6,6 +6,7 @@ import pytest
 
 from mlfabric.errors import FabricError
 from mlfabric.lab.blueprint import CORE, MIN_BURST_BYTES, Shape, draw
+from mlfabric.lab.shipped import load_named, shipped_names
 from mlfabric.scenario import parse
 
 RACKS = """
@@ -83,6 +84,11 @@ def test_pieces_stay_small_beside_the_smallest_queue() -> None:
 def test_what_cannot_be_built_is_said_in_a_sentence(text: str, sentence: str) -> None:
     with pytest.raises(FabricError, match=sentence):
         draw(parse(text))
+
+
+@pytest.mark.parametrize("name", [name for name in shipped_names() if name.startswith("lab-")])
+def test_shipped_scenarios_of_the_lab_can_be_built(name: str) -> None:
+    assert draw(load_named(name)).hosts
 
 
 def test_unknown_host_is_named_with_those_there_are() -> None:

@@ -101,6 +101,11 @@ def test_second_lab_of_one_name_is_refused_while_the_first_is_up() -> None:
     try:
         with pytest.raises(FabricError, match="already up; take it down with"):
             Lab(plain_scenario(1), name=first.name).up(attached=False)
+        before = {record.folder for record in records()}
+        with Lab.attach(first.name) as again:
+            assert again.describe()["hosts"] == {"w0": "10.77.0.1"}
+            assert {record.folder for record in records()} == before
+        assert first.describe()["hosts"]
     finally:
         first.leave()
         assert take_down(first.name)

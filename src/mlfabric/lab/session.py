@@ -59,7 +59,8 @@ class Lab:
         return lab
 
     def __enter__(self) -> Self:
-        self.up()
+        if self._record is None:
+            self.up()
         return self
 
     def __exit__(
@@ -76,6 +77,8 @@ class Lab:
             raise FabricError("a lab is made of Linux network namespaces; this system has none")
         if importlib.util.find_spec("pyroute2") is None:
             raise FabricError("the lab needs pyroute2; install it with: pip install 'mlfabric[lab]'")
+        if self._record is not None:
+            raise FabricError(f"lab {self.name} is up already")
         self._record = Record.begin(self.name, self.scenario, attached=attached)
         try:
             self._start_anchor(attached)
