@@ -20,6 +20,7 @@ from mlfabric.errors import FabricError
 COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("mlfabric.bench.cli", "app"),
     "demo": ("mlfabric.commands.demo", "app"),
+    "lab": ("mlfabric.lab.cli", "app"),
     "node": ("mlfabric.commands.members", "node_app"),
     "plan": ("mlfabric.commands.plan", "app"),
     "scheduler": ("mlfabric.commands.members", "scheduler_app"),

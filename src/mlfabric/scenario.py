@@ -10,10 +10,11 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import hashlib
+import json
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
@@ -288,6 +289,17 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 total += low + (high - low) * uniform(self.seed, "straggle-by", number, host, step)
         return total
 
+    def fault_events(self) -> list[FaultEvent]:
+        """The whole fault plan by time, with what `lasts` undoes as an event of its own."""
+        events = []
+        for fault in self.faults:
+            event = FaultEvent(float(fault.at), fault.do, fault.host, fault.between, fault.direction)
+            events.append(event)
+            if fault.lasts is not None and fault.do in UNDONE_BY:
+                undo = UNDONE_BY[fault.do]
+                events.append(replace(event, at_s=float(fault.at) + float(fault.lasts), do=undo))
+        return sorted(events, key=lambda event: event.at_s)
+
     def job(self, name: str | None = None) -> JobSpec:
         """The job of that name, or the only one."""
         for spec in self.jobs:
@@ -355,6 +367,25 @@ class RateChange:
     down_bps: float
 
 
+# What undoes a fault that `lasts`.
+UNDONE_BY: Final = {"kill": "restart", "drain": "restart", "pause": "resume", "cut": "heal"}
+
+
+@dataclass(frozen=True, slots=True)
+class FaultEvent:
+    """At `at_s` this happens to a host, or to the path between two.
+
+    `direction` is seen from the host, or from the first of the two: "out", what it sends is lost; "in", what
+    is sent to it is lost.
+    """
+
+    at_s: float
+    do: str
+    host: str | None
+    between: tuple[str, str] | None
+    direction: str
+
+
 @dataclass(frozen=True, slots=True)
 class Places:
     workers: tuple[str, ...]
@@ -389,6 +420,33 @@ def parse(text: str, source: str = "scenario") -> Scenario:
     for path, complaint in _complaints(scenario):
         raise ScenarioError(f"{source}:{_line_of(text, path)}: {complaint}")
     return scenario
+
+
+def dump(scenario: Scenario) -> str:
+    """The TOML text of a scenario; `parse` gives the same scenario back."""
+    plain = msgspec.to_builtins(scenario, enc_hook=_undecode)
+    lines = [
+        f"{key} = {_toml(value)}" for key, value in plain.items() if isinstance(value, str | int | float)
+    ]
+    for key, value in plain.items():
+        tables = (value,) if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+        for table in tables:
+            lines.append(f"\n[{key}]" if isinstance(value, dict) else f"\n[[{key}]]")
+            lines += [f"{name} = {_toml(item)}" for name, item in table.items() if item is not None]
+    return "\n".join(lines) + "\n"
+
+
+def _undecode(value: Any) -> Any:
+    return float(value) if isinstance(value, float) else int(value)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        inside = ", ".join(f"{key} = {_toml(item)}" for key, item in value.items() if item is not None)
+        return f"{{ {inside} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    return json.dumps(value)
 
 
 Spec = TypeVar("Spec")
