@@ -343,7 +343,6 @@ def test_a_dead_workers_offers_go_with_it() -> None:
     assert not sent(Grant, fabric.wait(0.01))
 
 
-@pytest.mark.xfail(strict=True, reason="a second shard's complaint of a number nobody is behind is forgotten")
 def test_two_shards_that_complain_of_the_same_empty_place_are_both_set_free() -> None:
     """A server complains once; what it is not answered blocks its order for good."""
     fabric = Fabric("w0", "w1", "s0", "s1").ready(shards=2, aggregate=False)

@@ -557,8 +557,16 @@ class OrderBook:
         return actions
 
     def slot_late(self, message: SlotLate) -> list[Action]:
-        if message.number in self._withdrawals:
-            return []
+        under_way = self._withdrawals.get(message.number)
+        if under_way is not None:
+            if message.shard in under_way.asked:
+                return []
+            under_way.asked |= {message.shard}
+            under_way.ask.add(message.shard)
+            range_ = self.shards[message.shard].range
+            return [
+                Send(range_.leader, f"server.{message.shard}", WithdrawSlot(message.number, under_way.why))
+            ]
         for granted in self._granted.values():
             part = granted.parts.get(message.shard)
             if part is None or part.slot != message.number:
