@@ -6,7 +6,7 @@ import typer
 
 from mlfabric.bench import plan
 
-app = typer.Typer(no_args_is_help=True, help="Measure the library's own parts.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure the library's own parts.")
 app.command("plan")(plan.command)
 
 
