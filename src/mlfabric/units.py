@@ -106,6 +106,8 @@ def format_rate(rate_bps: float) -> str:
 
 
 def format_time(time_s: float) -> str:
+    if time_s == 0:
+        return "0 s"
     if abs(time_s) >= 120:
         return f"{time_s / 60:.3g} min"
     return _scaled_text(time_s, ((1, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")))
