@@ -18,7 +18,9 @@ from typer.core import TyperGroup
 from mlfabric.errors import FabricError
 
 # Where each group of commands lives and what `mlfabric --help` says of it.
-GROUPS: dict[str, tuple[str, str]] = {}
+GROUPS: dict[str, tuple[str, str]] = {
+    "traffic": ("mlfabric.traffic.cli", "Burstiness of captures, bursts, extrapolation to several jobs."),
+}
 
 
 class _LazyGroup(TyperGroup):

@@ -26,7 +26,13 @@ ROCE_PORT: Final = 4791
 _MAPPED_IPV4: Final = 0xFFFF << 32
 _MULTIPLIERS: Final = tuple(
     np.uint64(value)
-    for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
+    for value in (
+        0x9E3779B97F4A7C15,
+        0xBF58476D1CE4E5B9,
+        0x94D049BB133111EB,
+        0xD6E8FEB86659FD93,
+        0xA0761D6478BD642F,
+    )
 )
 
 
@@ -101,7 +107,9 @@ class FlowIndex:
         self.count += len(new)
 
     def _number_one_by_one(self, columns: tuple[Words, ...]) -> NDArray[np.int32]:
-        table = {tuple(int(word) for word in key): number for number, key in enumerate(self.keys[: self.count])}
+        table = {
+            tuple(int(word) for word in key): number for number, key in enumerate(self.keys[: self.count])
+        }
         numbers = np.empty(len(columns[0]), np.int32)
         for index, key in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
             if key not in table:
@@ -157,7 +165,8 @@ class Flow:
             return self.protocol
         if not self.source_port and not self.destination_port:
             return f"{self.source} > {self.destination} {self.protocol}"
-        text = f"{_with_port(self.source, self.source_port)} > {_with_port(self.destination, self.destination_port)}"
+        sender = _with_port(self.source, self.source_port)
+        text = f"{sender} > {_with_port(self.destination, self.destination_port)}"
         if self.queue_pair is not None:
             return f"{text} roce qp {self.queue_pair:#x}"
         return f"{text} {self.protocol}"
@@ -165,7 +174,8 @@ class Flow:
 
 @dataclass(frozen=True)
 class FlowTable:
-    """The flows of a trace; row k describes packets whose flow number is k. Times count from the first packet."""
+    """The flows of a trace; row k describes packets whose flow number is k. Times count from the first
+    packet."""
 
     keys: Words  # (flows, 5): source and destination as 128 bits each, then protocol, ports, queue pair
     packets: NDArray[np.int64]
@@ -181,7 +191,7 @@ class FlowTable:
     def named(cls, names: list[str]) -> FlowTable:
         """Flows that are known by a name alone (tables, synthetic traces before packets)."""
         keys = np.zeros((len(names), 5), np.uint64)
-        keys[:, 4] = np.arange(len(names)) + (NOT_IP << 56)
+        keys[:, 4] = np.arange(len(names), dtype=np.uint64) + np.uint64(NOT_IP << 56)
         zeros = np.zeros(len(names), np.int64)
         return cls(keys, zeros, zeros.copy(), zeros.copy(), zeros.copy(), tuple(names))
 
@@ -273,7 +283,8 @@ class Selection:
         return ", ".join(parts)
 
     def mask(self, table: FlowTable) -> NDArray[np.bool_]:
-        """Per flow: kept or not. With direction "out" host and net must match the source, with "in" the target."""
+        """Per flow: kept or not. With direction "out" host and net must match the source, with "in" the
+        target."""
         kept = np.ones(len(table), bool)
         if self.hosts or self.nets:
             matches = self._address_test()
@@ -316,5 +327,7 @@ def _protocol_number(name: str) -> int:
     if name.isdigit():
         return int(name)
     if name not in numbers:
-        raise FabricError(f"{name!r} is not a protocol known here; use one of {', '.join(numbers)} or its number")
+        raise FabricError(
+            f"{name!r} is not a protocol known here; use one of {', '.join(numbers)} or its number"
+        )
     return numbers[name]

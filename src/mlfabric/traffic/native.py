@@ -1,8 +1,8 @@
 """The optional compiled helper: one C file, built on demand into the user's cache, loaded through ctypes.
 
-Everything it does has a NumPy form that gives equal results; without a compiler, or with MLFABRIC_NO_NATIVE=1,
-those are used. Building is quiet, done once per version of the source, and safe when processes race: each
-compiles to a name of its own and renames it into place.
+Everything it does has a NumPy form that gives equal results; without a compiler, or with
+MLFABRIC_NO_NATIVE=1, those are used. Building is quiet, done once per version of the source, and safe when
+processes race: each compiles to a name of its own and renames it into place.
 """
 
 from __future__ import annotations
@@ -90,7 +90,16 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.chain_walk.restype = whole
     loaded.chain_walk.argtypes = [pointer, whole, whole, small, *[whole] * 5, pointer, whole, pointer]
     loaded.pcap_records.restype = whole
-    loaded.pcap_records.argtypes = [pointer, whole, whole, small, *[whole] * 3, *[pointer] * 4, whole, pointer]
+    loaded.pcap_records.argtypes = [
+        pointer,
+        whole,
+        whole,
+        small,
+        *[whole] * 3,
+        *[pointer] * 4,
+        whole,
+        pointer,
+    ]
     loaded.decode_frames.restype = whole
     loaded.decode_frames.argtypes = [
         *[pointer] * 5, ctypes.c_uint32, pointer, whole, whole, small, whole, small, pointer, pointer, whole,
@@ -163,10 +172,10 @@ def decode_frames(
     while True:
         done = loaded.decode_frames(
             frames.data.ctypes.data, *(column.ctypes.data for column in columns), link, links, done, count,
-            layer, -1 if interface is None else interface, direction, index.keys.ctypes.data, known.ctypes.data,
-            len(index.keys), index.slots.ctypes.data, len(index.slots), flow.ctypes.data, size.ctypes.data,
-            index.packets.ctypes.data, index.bytes.ctypes.data, index.first_ns.ctypes.data,
-            index.last_ns.ctypes.data, statistics.ctypes.data, seen.ctypes.data,
+            layer, -1 if interface is None else interface, direction, index.keys.ctypes.data,
+            known.ctypes.data, len(index.keys), index.slots.ctypes.data, len(index.slots), flow.ctypes.data,
+            size.ctypes.data, index.packets.ctypes.data, index.bytes.ctypes.data,
+            index.first_ns.ctypes.data, index.last_ns.ctypes.data, statistics.ctypes.data, seen.ctypes.data,
         )  # fmt: skip
         index.count = int(known[0])
         if done == count:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -74,6 +75,12 @@ class RunningBytes:
             return self._full.take(count)
         exact = self._exact.take(count >> 6)
         return exact + (self._short.take(count) - exact.astype(np.uint32))
+
+    def between(self, first: int, last: int) -> Times:
+        """Bytes of the first `first`, `first` + 1, ... `last` packets."""
+        if self._full is not None:
+            return self._full[first : last + 1]
+        return self(np.arange(first, last + 1))
 
     def one(self, count: int) -> int:
         return int(self(np.array([count]))[0])
@@ -165,7 +172,8 @@ class Trace:
         return replace(part, origin=origin, flows=_recounted(part)).rebased()
 
     def by(self, kind: GroupKind, direction: str = "both") -> Iterator[tuple[str, Trace]]:
-        """One trace per flow, pair, host or port, most bytes first; time counts from the whole one's start."""
+        """One trace per flow, pair, host or port, most bytes first; time counts from the whole one's
+        start."""
         if self.flow is None or self.flows is None:
             raise FabricError(f"this input has no flows, so it can't be split by {kind}")
         names, member = self.flows.groups(kind, direction)
@@ -206,7 +214,8 @@ def pieces(column: NDArray[Any], length: int = PIECE) -> Iterator[NDArray[Any]]:
 
 
 def merged(traces: Sequence[Trace]) -> Trace:
-    """All packets of several traces on one clock, flows kept apart by trace only through their own numbers."""
+    """All packets of several traces on one clock, flows kept apart by trace only through their own
+    numbers."""
     times = np.concatenate([trace.time_ns + trace.origin_ns for trace in traces])
     sizes = np.concatenate([trace.size for trace in traces])
     return Trace.from_arrays(times, sizes, origin=traces[0].origin)
@@ -216,7 +225,7 @@ def sort_in_pieces(time_ns: Times, columns: Sequence[NDArray[Any]]) -> None:
     """Sorts by time in place, stably. Disorder in captures is local, so pieces between points that no packet
     crosses are sorted alone and nothing as long as the trace is allocated."""
     bounds = _uncrossed_bounds(time_ns)
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, stop in pairwise(bounds):
         part = time_ns[start:stop]
         if (part[1:] < part[:-1]).any():
             order = np.argsort(part, kind="stable")

@@ -44,7 +44,7 @@ class SlidingBuffer:
             self.data[:left] = self.data[self.start : self.end].copy()
         self._before += self.start
         self.start, self.end = 0, left
-        count = self._source.read_into(memoryview(self.data)[left : self._window])
+        count = self._source.read_into(self.data.data[left : self._window])
         self.end += count
         self.data[self.end : self.end + PADDING_BYTES] = 0
         return count > 0

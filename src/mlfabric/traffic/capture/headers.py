@@ -1,8 +1,8 @@
 """Headers of a batch of frames, decoded column by column: flow keys and the bytes of each layer.
 
 Lengths come from the record and the IP header, never from how many bytes are present, so a capture cut at 96
-bytes counts like a whole one. What can't be decoded still counts; it just has no ports, or no flow of its own.
-The compiled form (`native`) must give equal results.
+bytes counts like a whole one. What can't be decoded still counts; it just has no ports, or no flow of its
+own. The compiled form (`native`) must give equal results.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ STATISTICS: Final = (
     "frames of an unknown link type",
     "frames that are not IP",
 )
-SHORT, TAGGED, FRAGMENTS, NO_IP_LENGTH, CUT_TCP, ROCE_DATA, ROCE_ACK, ROCE_CNP, UNKNOWN_LINK, NON_IP = range(10)
+SHORT, TAGGED, FRAGMENTS, NO_IP_LENGTH, CUT_TCP, ROCE_DATA, ROCE_ACK, ROCE_CNP, UNKNOWN_LINK, NON_IP = range(
+    10
+)
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,9 @@ def _decode_one_link(
         statistics[FRAGMENTS] += int(later.sum())
 
     ports = _ports(at, start, captured, transport, protocol, portless, statistics)
-    ports[~is_ip] = (np.uint64(NOT_IP) << np.uint64(56)) | (ethertype[~is_ip].astype(np.uint64) << np.uint64(40))
+    ports[~is_ip] = (np.uint64(NOT_IP) << np.uint64(56)) | (
+        ethertype[~is_ip].astype(np.uint64) << np.uint64(40)
+    )
     length = frames.length.astype(np.int64)
     statistics[NO_IP_LENGTH] += int((is_ip & (ip_length == 0)).sum())
     ip_length = np.where(is_ip & (ip_length == 0), length - network, ip_length)
@@ -176,7 +180,11 @@ def _base_header(link: int) -> int:
 
 
 def _network_start(
-    at: _Bytes, start: NDArray[np.int64], captured: NDArray[np.int64], link: int, statistics: NDArray[np.int64]
+    at: _Bytes,
+    start: NDArray[np.int64],
+    captured: NDArray[np.int64],
+    link: int,
+    statistics: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Bytes from the frame's start to its network header, and that header's ethertype (0: unknown)."""
     base = _base_header(link)

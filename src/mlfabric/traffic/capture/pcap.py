@@ -1,9 +1,9 @@
 """The records of a classic pcap file: four magics and the modified one, either byte order.
 
-Trusts the chain of record lengths and little else: the header's snaplen bounds nothing, a fraction of a second
-may exceed a second, a record may claim less than it holds. Where a record can't be right it says at which byte
-and looks for the next run of plausible ones; where another file's header stands in a record's place (two files
-run together) it starts over with that header.
+Trusts the chain of record lengths and little else: the header's snaplen bounds nothing, a fraction of a
+second may exceed a second, a record may claim less than it holds. Where a record can't be right it says at
+which byte and looks for the next run of plausible ones; where another file's header stands in a record's
+place (two files run together) it starts over with that header.
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ def parse_header(head: bytes) -> PcapHeader | None:
 
 
 def looks_like_pcap(head: bytes) -> bool:
-    return any(
-        len(head) >= 4 and struct.unpack_from(order + "I", head)[0] in _MAGICS for order in "<>"
-    )
+    return any(len(head) >= 4 and struct.unpack_from(order + "I", head)[0] in _MAGICS for order in "<>")
 
 
 class PcapFile:
@@ -76,7 +74,7 @@ class PcapFile:
         self._buffer = buffer
         self._notes = notes
         self._name = name
-        header = parse_header(bytes(buffer.data[buffer.start : buffer.start + FILE_HEADER_BYTES]))
+        header = parse_header(bytes(buffer.data[buffer.start : min(buffer.end, FILE_HEADER_BYTES)]))
         if header is None:
             raise FabricError(f"{name} starts like a pcap file but its header is cut short or not version 2")
         self.header = header
@@ -104,7 +102,8 @@ class PcapFile:
                 return
 
     def _records(self) -> tuple[Frames, int, bool]:
-        """Whole records from the start of the buffer, where they end, and whether what follows is no record."""
+        """Whole records from the start of the buffer, where they end, and whether what follows is no
+        record."""
         header, buffer = self.header, self._buffer
         data = buffer.data
         library = native.library()
@@ -189,7 +188,8 @@ class PcapFile:
                 if found is not None:
                     buffer.start = found
                     self._notes.damage(
-                        f"{self._name}: the record at byte {lost_at:,} is damaged; {buffer.position() - lost_at:,} "
+                        f"{self._name}: the record at byte {lost_at:,} is damaged; "
+                        f"{buffer.position() - lost_at:,} "
                         f"bytes were passed over up to byte {buffer.position():,}"
                     )
                     return True
@@ -206,7 +206,7 @@ class PcapFile:
         for position in positions:
             at = int(position)
             for _ in range(_CHAINED_TO_RESYNC):
-                captured = struct.unpack_from(header.order + "I", buffer.data, at + 8)[0]
+                captured = struct.unpack_from(header.order + "I", buffer.data.data, at + 8)[0]
                 at += header.record_bytes + captured
                 if at + header.record_bytes > buffer.end or not self._plausible(np.array([at]))[0]:
                     break

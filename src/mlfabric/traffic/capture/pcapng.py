@@ -51,7 +51,9 @@ class PcapngFile:
         self._interfaces: list[Interface] = []
         self.links: set[int] = set()
         if not self._open_section(buffer.start):
-            raise FabricError(f"{name} starts like a pcapng file but its section header is cut short or damaged")
+            raise FabricError(
+                f"{name} starts like a pcapng file but its section header is cut short or damaged"
+            )
 
     def __iter__(self) -> Iterator[Frames]:
         buffer = self._buffer
@@ -183,7 +185,7 @@ class PcapngFile:
             self._notes.count("bytes without a time", int(number_at[offsets + 8].sum()))
 
     def _add_interface(self, at: int, length: int) -> None:
-        data, order = self._buffer.data, self._order
+        data, order = self._buffer.data.data, self._order
         link, _, snaplen = struct.unpack_from(order + "HHI", data, at + 8)
         resolution, offset_s, name = 6, 0, ""
         option, end = at + 16, at + length - 4

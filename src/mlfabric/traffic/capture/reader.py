@@ -1,8 +1,8 @@
 """Captures in, one trace out: the reader that everything else calls.
 
-Several files become one trace on one clock. Backward stamps are counted and sorted, lengths that can't be right
-are corrected and counted, and every oddity ends as one sentence in the trace's warnings. Memory stays near 12
-bytes per packet (14 to 16 where flows are kept): files are streamed, columns grow in place.
+Several files become one trace on one clock. Backward stamps are counted and sorted, lengths that can't be
+right are corrected and counted, and every oddity ends as one sentence in the trace's warnings. Memory stays
+near 12 bytes per packet (14 to 16 where flows are kept): files are streamed, columns grow in place.
 """
 
 from __future__ import annotations
@@ -209,7 +209,11 @@ class _Reading:
     def _facts(self) -> dict[str, int]:
         facts = dict(self.notes.counts)
         facts.update(
-            {name: int(count) for name, count in zip(headers.STATISTICS, self.statistics, strict=True) if count}
+            {
+                name: int(count)
+                for name, count in zip(headers.STATISTICS, self.statistics, strict=True)
+                if count
+            }
         )
         if self.backward:
             facts["backward time steps"] = self.backward
@@ -220,7 +224,8 @@ class _Reading:
         notes, counts, found = self.notes, self.notes.counts, self.statistics
         if self.backward:
             notes.say(
-                f"{self.backward:,} time stamps go backwards, the worst by {self.worst_backward_ns / 1000:,.3f} us; "
+                f"{self.backward:,} time stamps go backwards, the worst by "
+                f"{self.worst_backward_ns / 1000:,.3f} us; "
                 f"packets were sorted by time"
             )
         number = counts.get("frames longer than the MTU", 0)
@@ -236,7 +241,8 @@ class _Reading:
         number = counts.get("packets without a time", 0)
         if number:
             notes.say(
-                f"{number:,} packets ({counts.get('bytes without a time', 0):,} bytes) carry no time stamp (simple "
+                f"{number:,} packets ({counts.get('bytes without a time', 0):,} bytes) carry no time "
+                "stamp (simple "
                 f"packet blocks); they are in no figure"
             )
         number = counts.get("pcapng packets with an impossible length or interface", 0)
@@ -248,10 +254,13 @@ class _Reading:
         if found[headers.CUT_TCP]:
             notes.say(f"{found[headers.CUT_TCP]:,} TCP headers were not captured whole and count as 20 bytes")
         if self.zero_size:
-            notes.say(f"{self.zero_size:,} frames carry no bytes of layer '{self.options.layer}' and were left out")
+            notes.say(
+                f"{self.zero_size:,} frames carry no bytes of layer '{self.options.layer}' and were left out"
+            )
         if self.seen[1] > self.seen[0]:
             notes.say(
-                "the capture covers several interfaces (Linux cooked v2): a forwarded packet counts once on each; "
+                "the capture covers several interfaces (Linux cooked v2): a forwarded packet counts "
+                "once on each; "
                 "choose one with --interface, or one direction with --direction"
             )
 

@@ -63,7 +63,15 @@ class ByteSource:
             plain: BinaryIO = self._raw
         else:
             plain = cast(BinaryIO, io.BufferedReader(_Rewound(head, self._raw), 1 << 20))
-        self.compression, self._stream = _decompressed(self.name, head, plain)
+        try:
+            self.compression, self._stream = _decompressed(self.name, head, plain)
+        except FabricError:
+            self._raw.close()
+            raise
+        # One step at a time: a compressed stream that breaks off must not take its last good bytes along.
+        self._read_some: Callable[[memoryview], int | None] = getattr(
+            self._stream, "readinto1", cast(io.RawIOBase, self._stream).readinto
+        )
         self.head = head if self.compression is None else b""
 
     @property
@@ -76,7 +84,7 @@ class ByteSource:
         filled = 0
         while filled < len(view):
             try:
-                count = cast(io.RawIOBase, self._stream).readinto(view[filled:]) or 0
+                count = self._read_some(view[filled:]) or 0
             except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
                 self._notes.damage(
                     f"{self.name}: the {self.compression or 'input'} data breaks off after "

@@ -2,9 +2,9 @@
 
 Three forms with equal results. `walk_python` follows the chain one record at a time and is the oracle.
 `walk_lockstep` cuts the buffer into lanes, guesses a start in each and advances all lanes together; it is
-exact, not heuristic, because a lane counts only if the lane before it ends exactly on its start, and the first
-start is known. Where a guess was wrong (a capture that carries a capture) the chain is followed one by one
-until it meets a good lane. The compiled form is in `native`.
+exact, not heuristic, because a lane counts only if the lane before it ends exactly on its start, and the
+first start is known. Where a guess was wrong (a capture that carries a capture) the chain is followed one
+by one until it meets a good lane. The compiled form is in `native`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def walk_python(
     data: NDArray[np.uint8], start: int, end: int, chain: Chain, most_records: int | None = None
 ) -> Walk:
     number_at = struct.Struct(chain.order + "I").unpack_from
-    buffer = memoryview(data)
+    buffer = data.data
     header = max(chain.base, chain.field + 4)
     offsets: list[int] = []
     position = start

@@ -8,9 +8,10 @@ from __future__ import annotations
 import ipaddress
 import struct
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final, cast
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +38,9 @@ class Endpoints:
         number = {"tcp": 6, "udp": 17}[self.protocol]
         source, target = ipaddress.IPv4Address(self.source), ipaddress.IPv4Address(self.destination)
         ethernet = b"\x02\x00" + target.packed + b"\x02\x00" + source.packed + b"\x08\x00"
-        network = struct.pack(">BBHHHBBH", 0x45, 0, 0, 0, 0x4000, 64, number, 0) + source.packed + target.packed
+        network = (
+            struct.pack(">BBHHHBBH", 0x45, 0, 0, 0, 0x4000, 64, number, 0) + source.packed + target.packed
+        )
         ports = struct.pack(">HH", self.source_port, self.destination_port)
         if number == 6:
             transport = ports + struct.pack(">IIBBHHH", 0, 0, 0x50, 0x10, 0xFFFF, 0, 0)
@@ -56,18 +59,14 @@ def write_pcap(
     nanoseconds: bool = True,
 ) -> None:
     """Packet i passes at time_ns[i] (since 1970), `length` bytes long (54 or more), in flows[flow[i]]."""
-    opened = not hasattr(path, "write")
-    file = open(cast(str, path), "wb") if opened else cast(BinaryIO, path)
-    try:
+    with ExitStack() as stack:
+        file = stack.enter_context(open(path, "wb")) if isinstance(path, str | Path) else path
         magic = _MAGIC_NS if nanoseconds else _MAGIC_US
         file.write(struct.pack("<IHHiIII", magic, 2, 4, 0, 0, snaplen, 1))
         templates = np.stack([each.header() for each in flows])
         for start in range(0, len(time_ns), _TOGETHER):
             part = slice(start, start + _TOGETHER)
             file.write(_laid_out(time_ns[part], length[part], flow[part], templates, snaplen, nanoseconds))
-    finally:
-        if opened:
-            file.close()
 
 
 def _laid_out(
