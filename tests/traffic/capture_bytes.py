@@ -1,4 +1,5 @@
-"""Captures as bytes, written by hand field by field, so that tests do not depend on the project's own writer."""
+"""Captures as bytes, written by hand field by field, so that tests do not depend on the project's own
+writer."""
 
 from __future__ import annotations
 
@@ -32,7 +33,17 @@ def udp(source_port: int, target_port: int) -> bytes:
 
 def ipv4(protocol: int = 6, total: int = LENGTH - 14, fragment: int = 0, last: int = 1) -> bytes:
     return struct.pack(
-        ">BBHHHBBH4s4s", 0x45, 0, total, 7, fragment, 64, protocol, 0, bytes([10, 0, 0, last]), bytes([10, 0, 0, 9])
+        ">BBHHHBBH4s4s",
+        0x45,
+        0,
+        total,
+        7,
+        fragment,
+        64,
+        protocol,
+        0,
+        bytes([10, 0, 0, last]),
+        bytes([10, 0, 0, 9]),
     )
 
 
@@ -77,7 +88,9 @@ def record(packet: Packet, order: str = "<", magic: int = 0xA1B2C3D4) -> bytes:
     second, rest = divmod(packet.time_ns, 10**9)
     fraction = rest if magic == 0xA1B23C4D else rest // 1000
     extra = bytes(8) if magic == 0xA1B2CD34 else b""
-    return struct.pack(order + "IIII", second, fraction, len(packet.data), packet.length) + extra + packet.data
+    return (
+        struct.pack(order + "IIII", second, fraction, len(packet.data), packet.length) + extra + packet.data
+    )
 
 
 def block(kind: int, body: bytes, order: str = "<") -> bytes:
@@ -95,7 +108,11 @@ def section(order: str = "<") -> bytes:
 
 
 def interface(
-    link: int = 1, resolution: int | None = None, offset_s: int | None = None, order: str = "<", snaplen: int = 0
+    link: int = 1,
+    resolution: int | None = None,
+    offset_s: int | None = None,
+    order: str = "<",
+    snaplen: int = 0,
 ) -> bytes:
     body = struct.pack(order + "HHI", link, 0, snaplen)
     if resolution is not None:

@@ -1,4 +1,5 @@
-"""What real captures contain: each file here is small, legal or damaged in one way, and has one right answer."""
+"""What real captures contain: each file here is small, legal or damaged in one way, and has one right
+answer."""
 
 from __future__ import annotations
 
@@ -136,7 +137,8 @@ def test_microseconds_beyond_a_second_carry(read_bytes: ReadBytes) -> None:
     head = made.pcap([])
     data = made.frame()
     records = b"".join(
-        struct.pack("<IIII", made.EPOCH_S - 1, 1_000_000 + index * 100_000, 96, 1514) + data for index in range(10)
+        struct.pack("<IIII", made.EPOCH_S - 1, 1_000_000 + index * 100_000, 96, 1514) + data
+        for index in range(10)
     )
     trace = read_bytes(head + records)
     is_right(trace)
@@ -212,7 +214,9 @@ def test_pcapng_sections_in_two_byte_orders(read_bytes: ReadBytes) -> None:
 
 def test_simple_packets_are_counted_apart(read_bytes: ReadBytes) -> None:
     packets = [made.enhanced(stamp, made.frame()) for stamp in made.stamps(10**6)]
-    trace = read_bytes(pcapng(made.interface(), made.simple(made.frame()), *packets, made.simple(made.frame())))
+    trace = read_bytes(
+        pcapng(made.interface(), made.simple(made.frame()), *packets, made.simple(made.frame()))
+    )
     is_right(trace)
     assert said(trace, "2 packets (3,028 bytes) carry no time stamp")
 
@@ -242,7 +246,7 @@ def test_truncated_and_damaged_pcapng_keep_what_is_good(read_bytes: ReadBytes) -
     trace = read_bytes(bytes(broken))
     is_right(trace, 8)
     assert trace.origin.damaged
-    assert said(trace, f"damaged", f"{len(content) - 2 * size:,}")
+    assert said(trace, "damaged", f"{len(content) - 2 * size:,}")
 
 
 @pytest.mark.parametrize("tags", [(0x8100,), (0x88A8, 0x8100), (0x9100, 0x8100)])
@@ -447,7 +451,8 @@ def test_selection_by_host_port_net_and_direction(read_bytes: ReadBytes) -> None
 
 
 def test_csv_times_are_integers_not_floats(read_bytes: ReadBytes) -> None:
-    rows = "time_s,bytes,flow\n1700000000.000000001,100,a\n1700000000.000000003,200,b\n1700000000.1,5000000000,a\n"
+    rows = "time_s,bytes,flow\n1700000000.000000001,100,a\n"
+    rows += "1700000000.000000003,200,b\n1700000000.1,5000000000,a\n"
     trace = read_bytes(rows.encode(), "table.csv")
     assert trace.time_ns.tolist() == [0, 2, 99_999_999]
     assert trace.total_bytes == 5_000_000_300

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Burstiness of any capture at every time scale, exactly, and what many such jobs would do to a link.",
+    help="Burstiness of any capture at every time scale, exactly, and what many such jobs do to a link.",
 )
 
 # Files that take longer than a blink to read get a progress bar on a terminal.

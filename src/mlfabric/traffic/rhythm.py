@@ -108,6 +108,9 @@ def _follow(trace: Trace, lag_ns: int) -> NDArray[np.int64]:
     quiet_at, quiet_slots = _quietest_run(load)
     margin = max(lag_ns * quiet_slots // (2 * slots), lag_ns // (4 * slots))
     target = int(times[0]) + (quiet_at + quiet_slots) * lag_ns // slots - margin
+    # A capture that starts with a round starts with a whole one; one that starts inside a round does not.
+    if times[0] - (target + margin - lag_ns) <= 2 * lag_ns // slots:
+        target -= lag_ns
     begins: list[int] = []
     while True:
         index = int(np.searchsorted(times, target))

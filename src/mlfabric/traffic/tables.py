@@ -184,8 +184,8 @@ def _print_groups(out: Console, result: Analysis) -> None:
     middle = min(result.options.scales_ns, key=lambda tau: abs(tau - 5_000_000))
     shown = table(
         f"by {result.options.by}",
-        [str(result.options.by), "packets", "bytes", "mean", f"E({time(middle / NS_PER_S)})", "peak:mean", "bursts",
-         "ON", "period", "jitter", "per iteration"],
+        [str(result.options.by), "packets", "bytes", "mean", f"E({time(middle / NS_PER_S)})", "peak:mean",
+         "bursts", "ON", "period", "jitter", "per iteration"],
     )  # fmt: skip
     for each in result.groups:
         scale = next(scale for scale in each.scales if scale.tau_ns == middle)
