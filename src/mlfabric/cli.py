@@ -19,6 +19,7 @@ from mlfabric.errors import FabricError
 
 # Where each group of commands lives and what `mlfabric --help` says of it.
 GROUPS: dict[str, tuple[str, str]] = {
+    "bench": ("mlfabric.bench.cli", "Measure this machine: us and our peers."),
     "traffic": ("mlfabric.traffic.cli", "Burstiness of captures, bursts, extrapolation to several jobs."),
 }
 

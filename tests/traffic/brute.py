@@ -56,6 +56,4 @@ def moments(pieces: list[tuple[int, int, int]], column: int) -> tuple[Fraction, 
 
 
 def burst_count(packets: Packets, theta_ns: float) -> int:
-    return 1 + sum(
-        later[0] - earlier[0] > theta_ns for earlier, later in pairwise(packets)
-    )
+    return 1 + sum(later[0] - earlier[0] > theta_ns for earlier, later in pairwise(packets))

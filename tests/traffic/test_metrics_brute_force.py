@@ -39,7 +39,7 @@ def made(rows: list[tuple[int, int]]) -> tuple[brute.Packets, Trace]:
 
 @relaxed
 @given(packet_lists, window)
-def test_envelope_equals_its_definition(rows: list[tuple[int, int]], tau_ns: int) -> None:
+def test_envelope_equals_its_definition(form: str, rows: list[tuple[int, int]], tau_ns: int) -> None:
     packets, made_trace = made(rows)
     peak = envelope(made_trace, tau_ns)
     if tau_ns > packets[-1][0]:
@@ -67,6 +67,18 @@ def test_backlog_equals_its_definition(rows: list[tuple[int, int]], rate_bps: fl
     assert found.bytes == pytest.approx(float(exact), rel=1e-9, abs=1e-6)
     inside = [s for t, s in packets if found.start_ns <= t <= found.start_ns + found.duration_ns]
     assert sum(inside) >= found.arrived_bytes
+
+
+@relaxed
+@given(packet_lists, st.lists(st.floats(1e6, 1e13), min_size=1, max_size=8))
+def test_many_rates_at_once_equal_one_at_a_time(rows: list[tuple[int, int]], rates: list[float]) -> None:
+    _, made_trace = made(rows)
+    with patch.object(backlog_module, "_FEW", 0), patch.object(backlog_module, "_BLOCK", 8):
+        exact = Backlog(made_trace)
+        together = exact.at_many(rates)
+        assert [each.rate_bps for each in together] == rates
+        for rate, found in zip(rates, together, strict=True):
+            assert found.bytes == pytest.approx(exact.at(rate).bytes, rel=1e-12, abs=1e-6)
 
 
 @relaxed

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from mlfabric.traffic import native
 from mlfabric.traffic.capture import buffer as buffer_module
@@ -44,7 +46,9 @@ headers = st.one_of(
         st.sampled_from([0x0800, 0x86DD, 0x8100, 0x88A8, 0x0806]), st.binary(min_size=0, max_size=100)
     ).map(lambda pair: made.ethernet(pair[1], pair[0])),
     st.tuples(st.sampled_from([6, 17, 1, 132]), st.integers(0, 0xFFFF), st.integers(0, 60)).map(
-        lambda parts: made.ethernet(made.ipv4(parts[0], parts[1]) + made.tcp(4791, 4791) + bytes(40))[: 34 + parts[2]]
+        lambda parts: made.ethernet(made.ipv4(parts[0], parts[1]) + made.tcp(4791, 4791) + bytes(40))[
+            : 34 + parts[2]
+        ]
     ),
     st.tuples(st.sampled_from([0, 6, 17, 43, 44, 51, 60, 135]), st.binary(min_size=0, max_size=80)).map(
         lambda parts: made.ethernet(made.ipv6(parts[0]) + parts[1], 0x86DD)
@@ -88,9 +92,14 @@ def large(count: int, generator: np.random.Generator, snaplen: int = 96) -> byte
 def test_lanes_agree_with_the_walk_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "large.pcap"
     path.write_bytes(large(20_000, np.random.default_rng(1)))
-    lanes = []
+    lanes: list[int] = []
     original = walk_module._advance_all
-    monkeypatch.setattr(walk_module, "_advance_all", lambda *a: lanes.append(len(a[0])) or original(*a))
+
+    def counted(starts: NDArray[np.int64], *rest: Any) -> NDArray[np.int64]:
+        lanes.append(len(starts))
+        return original(starts, *rest)
+
+    monkeypatch.setattr(walk_module, "_advance_all", counted)
     plain, compiled = both_forms([path], monkeypatch)
     assert plain == compiled
     assert sum(lanes) > 100

@@ -111,7 +111,6 @@ def analyze(trace: Trace, options: AnalysisOptions | None = None) -> Analysis:
     if rates is None:
         highest = next((s.peak.bytes * 8e9 / s.tau_ns for s in scales if s.peak is not None), 0.0)
         rates = default_rates(mean_bps, options.line_rate_bps or highest)
-    exact = Backlog(arrivals)
     groups, left_out = _groups(trace, options) if options.by else ((), 0)
     return Analysis(
         trace=trace,
@@ -124,7 +123,7 @@ def analyze(trace: Trace, options: AnalysisOptions | None = None) -> Analysis:
         observation=observation,
         mean_rate_bps=mean_bps,
         scales=scales,
-        backlog=tuple(exact.at(rate) for rate in rates),
+        backlog=tuple(Backlog(arrivals).at_many(rates)),
         bursts=find_bursts(trace, options.theta_ns),
         rhythm=rhythm,
         gaps=None if options.quick else gap_statistics(trace),
@@ -171,7 +170,7 @@ def _scales(
         )
 
     trace.running  # noqa: B018 - computed once, before threads ask for it
-    workers = min(4, os.cpu_count() or 1) if native.library() is not None and not options.quick else 1
+    workers = min(4, os.cpu_count() or 1) if native.library() is not None else 1
     if workers == 1:
         return tuple(one(tau_ns) for tau_ns in options.scales_ns)
     with ThreadPoolExecutor(workers) as pool:

@@ -34,6 +34,7 @@ class Arrivals:
     end: Positions
     running: RunningBytes
     line_rate_bps: float | None = None  # None: instant
+    sizes: NDArray[np.uint32] | None = None  # of instant arrivals, where the compiled form can take them
 
     def __len__(self) -> int:
         return len(self.start)
@@ -61,7 +62,9 @@ class Arrivals:
 
 
 def instant(trace: Trace) -> Arrivals:
-    return Arrivals(trace.time_ns, trace.time_ns, trace.running)
+    times = np.ascontiguousarray(trace.time_ns)
+    sizes = np.ascontiguousarray(trace.size) if trace.size.dtype == np.uint32 else None
+    return Arrivals(times, times, trace.running, None, sizes)
 
 
 def fluid(trace: Trace, line_rate_bps: float) -> Arrivals:

@@ -10,8 +10,8 @@ known points, two evaluations per corner.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 import numpy as np
@@ -95,6 +95,15 @@ class _Blocks:
         alone[:-1] |= may_begin
         return np.flatnonzero(alone), best
 
+    def overlapping(self, ranges: list[tuple[NDArray[np.int64], NDArray[np.int64]]]) -> _Blocks:
+        """Only the blocks that hold a packet of any of these ranges [begin, end]."""
+        depth = np.zeros(len(self.first) + 1, np.int64)
+        for begin, end in ranges:
+            np.add.at(depth, np.searchsorted(self.first, begin, side="right") - 1, 1)
+            np.add.at(depth, np.searchsorted(self.first, end, side="right"), -1)
+        kept = np.cumsum(depth[:-1]) > 0
+        return _Blocks(*(getattr(self, each.name)[kept] for each in fields(self)))
+
 
 class Backlog:
     """Evaluates B_max of one trace at any rate."""
@@ -106,9 +115,32 @@ class Backlog:
 
     def at(self, rate_bps: float) -> Stretch:
         """B_max at one rate, with the stretch that makes it."""
+        return self._within(self._blocks, rate_bps, None)[0]
+
+    def at_many(self, rates_bps: Sequence[float]) -> list[Stretch]:
+        """B_max at several rates. What is busy at one rate bounds what can matter at all higher ones: a
+        stretch that counts there lies in a busy period here whose queue is at least that of the highest
+        rate."""
+        if not rates_bps:
+            return []
+        found: dict[float, Stretch] = {max(rates_bps): self.at(max(rates_bps))}
+        floor = found[max(rates_bps)].bytes
+        blocks = self._blocks
+        for rate in sorted(set(rates_bps) - set(found)):
+            found[rate], narrower = self._within(blocks, rate, floor * (1 - 1e-9) - 1e-6)
+            blocks = blocks if narrower is None else narrower
+        return [found[rate] for rate in rates_bps]
+
+    def _within(
+        self, blocks: _Blocks, rate_bps: float, floor: float | None
+    ) -> tuple[Stretch, _Blocks | None]:
+        """The busiest stretch in these blocks; and, where most had to be opened, those that still matter."""
         rate = rate_bps / _BITS_PER_BYTE_NS
         best, opening, closing, lowest, lowest_at = -math.inf, 0, 0, math.inf, 0
-        for part in self._parts_worth_opening(rate):
+        chosen, known = blocks.worth_opening(rate, -math.inf)
+        narrowing = floor is not None and len(chosen) > max(_FEW, len(blocks.first) // 4)
+        busy: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+        for part in self._parts(blocks, chosen, rate, known):
             before, after, start, end = self._columns(part)
             low = before - rate * start
             after = after - (rate * end)
@@ -120,12 +152,18 @@ class Backlog:
                 best, closing = float(after[top]), _index(part, top)
                 reached = int(np.searchsorted(-low, -low[top]))
                 opening = lowest_at if lowest <= low[top] else _index(part, reached)
+            if narrowing and after[top] >= floor:
+                ends = np.flatnonzero(after >= floor)
+                began = np.searchsorted(-low, -low[ends])
+                since = np.where(low[ends] >= lowest, lowest_at, _indices(part, began))
+                busy.append((since, _indices(part, ends)))
             if low[-1] < lowest:
                 lowest, lowest_at = float(low[-1]), _index(part, int(np.searchsorted(-low, -low[-1])))
         arrived = self._arrivals.running.one(closing + 1) - self._arrivals.running.one(opening)
         started = self._arrivals.start[opening].item()
         duration = self._arrivals.end[closing].item() - started
-        return Stretch(rate_bps, arrived - rate * duration, arrived, duration, started)
+        stretch = Stretch(rate_bps, arrived - rate * duration, arrived, duration, started)
+        return stretch, blocks.overlapping(busy) if narrowing else None
 
     def _columns(self, part: _Part) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Bytes before and after each packet of a part, and where it starts and ends."""
@@ -137,11 +175,10 @@ class Backlog:
         end = start if arrivals.end is arrivals.start else arrivals.end.take(part)
         return arrivals.running(part), arrivals.running(part + 1), start, end
 
-    def _parts_worth_opening(self, rate: float) -> Iterator[_Part]:
-        """Packets in order, all that may begin or end the busiest stretch: everything where that is most."""
-        chosen, known = self._blocks.worth_opening(rate, -math.inf)
-        first, last = self._blocks.first[chosen], self._blocks.last[chosen]
-        if len(chosen) > len(self._blocks.first) // 4:
+    def _parts(self, blocks: _Blocks, chosen: NDArray[np.intp], rate: float, known: float) -> Iterator[_Part]:
+        """Packets of the chosen blocks in order: a run of them where that is most of what there is."""
+        first, last = blocks.first[chosen], blocks.last[chosen]
+        if blocks is self._blocks and len(chosen) > len(blocks.first) // 4:
             for start in range(int(first[0]), int(last[-1]) + 1, _PIECE):
                 yield slice(start, min(start + _PIECE, int(last[-1]) + 1))
             return
@@ -159,6 +196,10 @@ class Backlog:
 
 def _index(part: _Part, position: int) -> int:
     return part.start + position if isinstance(part, slice) else int(part[position])
+
+
+def _indices(part: _Part, positions: NDArray[np.intp]) -> NDArray[np.int64]:
+    return part.start + positions if isinstance(part, slice) else part[positions]
 
 
 def _spread_out(first: NDArray[np.int64], count: NDArray[np.int64], step: int) -> NDArray[np.int64]:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from mlfabric.traffic import native
 from mlfabric.traffic.arrivals import Arrivals, Bytes, Positions, instant
 from mlfabric.traffic.trace import Trace, pieces
 
@@ -48,6 +49,10 @@ def envelope(arrivals: Arrivals | Trace, tau_ns: int) -> Peak | None:
         arrivals = instant(arrivals)
     if not len(arrivals) or tau_ns > arrivals.end[-1] - arrivals.start[0]:
         return None
+    library = native.library()
+    if library is not None and arrivals.sizes is not None:
+        most, first = native.window_maximum(library, arrivals.start, arrivals.sizes, tau_ns)
+        return Peak(most, int(arrivals.start[first]))
     forward = _Family(
         len(arrivals),
         arrivals.start.take,
@@ -122,6 +127,10 @@ def envelope_by_bins(trace: Trace, tau_ns: int) -> int | None:
     """Most bytes in any of the aligned bins [k tau, (k+1) tau) counted from the first packet."""
     if not len(trace) or tau_ns > trace.span_ns:
         return None
+    library = native.library()
+    if library is not None and trace.size.dtype == np.uint32:
+        columns = np.ascontiguousarray(trace.time_ns), np.ascontiguousarray(trace.size)
+        return native.binned_maximum(library, *columns, tau_ns)
     origin = int(trace.time_ns[0])
     if trace.span_ns // tau_ns < len(trace) // 8:
         edges = np.arange(origin, int(trace.time_ns[-1]) + tau_ns + 1, tau_ns)

@@ -329,16 +329,61 @@ void window_sweep(const i64 *t, const u32 *size, i64 n, i64 tau, double *moments
   }
 }
 
-/* Most bytes in any closed window [t[i], t[i] + tau], and the first i that has them. */
-i64 window_maximum(const i64 *t, const u32 *size, i64 n, i64 tau, i64 *where) {
-  i64 best = -1, high = 0, w = 0;
-  for (i64 low = 0; low < n; low++) {
-    while (high < n && t[high] - t[low] <= tau) w += size[high++];
+#define BLOCK 64
+
+/* Most bytes in any closed window [t[i], t[i] + tau], and the first i that has them. `held` has room for one number
+ * per block of 64: the window of its first packet, which together with the block's own bytes bounds all windows
+ * that start in the block before it. */
+i64 window_maximum(const i64 *t, const u32 *size, i64 n, i64 tau, i64 *held, i64 *where) {
+  i64 best = -1, high = 0, w = 0, blocks = (n + BLOCK - 1) / BLOCK;
+  for (i64 b = 0; b < blocks; b++) {
+    i64 first = b * BLOCK, limit = t[first] + tau;
+    while (high < n && t[high] <= limit) w += size[high++];
+    held[b] = w;
     if (w > best) {
       best = w;
-      *where = low;
+      *where = first;
     }
-    w -= size[low];
+    i64 stop = first + BLOCK < n ? first + BLOCK : n;
+    for (i64 i = first; i < stop; i++) w -= size[i];
+  }
+  i64 reach = -1; /* high for the window of `low` below; found again for each opened block */
+  for (i64 b = 0; b < blocks; b++) {
+    i64 first = b * BLOCK, stop = first + BLOCK < n ? first + BLOCK : n, own = 0;
+    for (i64 i = first; i < stop; i++) own += size[i];
+    i64 bound = b + 1 < blocks ? held[b + 1] + own : held[b];
+    if (bound < best) continue;
+    /* The first packet at or after `reach` that lies beyond this block's first window, by bisection. */
+    i64 low = reach < first ? first : reach, up = n;
+    while (low < up) {
+      i64 middle = (low + up) / 2;
+      if (t[middle] <= t[first] + tau) low = middle + 1;
+      else up = middle;
+    }
+    reach = low;
+    w = held[b];
+    for (i64 i = first; i < stop; i++) {
+      while (reach < n && t[reach] - t[i] <= tau) w += size[reach++];
+      if (w > best || (w == best && i < *where)) {
+        best = w;
+        *where = i;
+      }
+      w -= size[i];
+    }
   }
   return best;
+}
+
+/* Most bytes in any bin [origin + k tau, origin + (k+1) tau). */
+i64 binned_maximum(const i64 *t, const u32 *size, i64 n, i64 tau) {
+  i64 best = 0, w = 0, edge = t[0] + tau;
+  for (i64 i = 0; i < n; i++) {
+    if (t[i] >= edge) {
+      if (w > best) best = w;
+      w = 0;
+      edge = t[i] - (t[i] - t[0]) % tau + tau;
+    }
+    w += size[i];
+  }
+  return w > best ? w : best;
 }

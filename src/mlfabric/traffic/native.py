@@ -110,7 +110,9 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.window_sweep.restype = None
     loaded.window_sweep.argtypes = [pointer, pointer, whole, whole, pointer, small, pointer, small, pointer]
     loaded.window_maximum.restype = whole
-    loaded.window_maximum.argtypes = [pointer, pointer, whole, whole, pointer]
+    loaded.window_maximum.argtypes = [pointer, pointer, whole, whole, pointer, pointer]
+    loaded.binned_maximum.restype = whole
+    loaded.binned_maximum.argtypes = [pointer, pointer, whole, whole]
     return loaded
 
 
@@ -207,8 +209,16 @@ def window_sweep(
 def window_maximum(
     loaded: ctypes.CDLL, time_ns: NDArray[np.int64], size: NDArray[np.uint32], tau_ns: int
 ) -> tuple[int, int]:
+    """Most bytes in any closed window that starts with a packet, and the first such packet."""
     where = np.zeros(1, np.int64)
+    held = np.empty(len(time_ns) // 64 + 1, np.int64)
     best = loaded.window_maximum(
-        time_ns.ctypes.data, size.ctypes.data, len(time_ns), tau_ns, where.ctypes.data
+        time_ns.ctypes.data, size.ctypes.data, len(time_ns), tau_ns, held.ctypes.data, where.ctypes.data
     )
     return int(best), int(where[0])
+
+
+def binned_maximum(
+    loaded: ctypes.CDLL, time_ns: NDArray[np.int64], size: NDArray[np.uint32], tau_ns: int
+) -> int:
+    return int(loaded.binned_maximum(time_ns.ctypes.data, size.ctypes.data, len(time_ns), tau_ns))

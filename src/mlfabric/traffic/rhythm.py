@@ -48,11 +48,13 @@ def find_rhythm(trace: Trace) -> Rhythm | None:
     """The rhythm of a trace, or None where it has none."""
     if len(trace) < _LEAST_PACKETS or trace.span_ns < 1000:
         return None
-    lag = _likely_lag(trace)
+    bin_ns = max(1, trace.span_ns // _BINS)
+    series = byte_series(trace, bin_ns)
+    lag = _likely_lag(series)
     if lag is None:
         return None
-    lag_ns, resemblance = lag
-    begins = _follow(trace, lag_ns)
+    lag_bins, resemblance = lag
+    begins = _follow(trace, series, bin_ns, lag_bins)
     if len(begins) < _LEAST_ROUNDS + 1:
         return None
     lengths = np.diff(begins)
@@ -70,10 +72,8 @@ def find_rhythm(trace: Trace) -> Rhythm | None:
     )
 
 
-def _likely_lag(trace: Trace) -> tuple[int, float] | None:
-    bin_ns = max(1, trace.span_ns // _BINS)
-    series = byte_series(trace, bin_ns).astype(np.float64)
-    series -= series.mean()
+def _likely_lag(sizes: NDArray[np.int64]) -> tuple[int, float] | None:
+    series = sizes - sizes.mean()
     count = len(series)
     spectrum = np.fft.rfft(series, 2 * count)
     raw = np.fft.irfft(spectrum * spectrum.conj(), 2 * count)[:count]
@@ -96,15 +96,19 @@ def _likely_lag(trace: Trace) -> tuple[int, float] | None:
         return None
     best = inner[peaks].max()
     chosen = int(peaks[inner[peaks] >= _NEARLY * best][0])
-    return (start + chosen) * bin_ns, float(inner[chosen])
+    return start + chosen, float(inner[chosen])
 
 
-def _follow(trace: Trace, lag_ns: int) -> NDArray[np.int64]:
+def _follow(trace: Trace, series: NDArray[np.int64], bin_ns: int, lag_bins: int) -> NDArray[np.int64]:
     """Where rounds begin: the first packet after each quietest phase."""
-    times = trace.time_ns
+    times, lag_ns = trace.time_ns, lag_bins * bin_ns
     slots = 256
-    phase = ((times - times[0]) % lag_ns) * slots // lag_ns
-    load = np.bincount(phase, weights=trace.size, minlength=slots).astype(np.float64)
+    if lag_bins >= 2 * slots:
+        phase = np.arange(len(series)) % lag_bins * slots // lag_bins
+        load = np.bincount(phase, weights=series, minlength=slots).astype(np.float64)
+    else:
+        phase = (times - times[0]) % lag_ns * slots // lag_ns
+        load = np.bincount(phase, weights=trace.size, minlength=slots).astype(np.float64)
     quiet_at, quiet_slots = _quietest_run(load)
     margin = max(lag_ns * quiet_slots // (2 * slots), lag_ns // (4 * slots))
     target = int(times[0]) + (quiet_at + quiet_slots) * lag_ns // slots - margin
@@ -139,6 +143,5 @@ def _quietest_run(load: NDArray[np.float64]) -> tuple[int, int]:
 def _on_share(trace: Trace, begins: NDArray[np.int64]) -> float:
     length = int(begins[-1] - begins[0])
     slot = max(1, int(np.diff(begins).mean()) // 100)
-    low, high = np.searchsorted(trace.time_ns, [begins[0], begins[-1]])
-    busy = np.unique((trace.time_ns[low:high] - begins[0]) // slot)
-    return min(1.0, len(busy) * slot / length)
+    edges = np.searchsorted(trace.time_ns, np.arange(begins[0], begins[-1] + slot, slot))
+    return min(1.0, int(np.count_nonzero(np.diff(edges))) * slot / length)

@@ -18,7 +18,9 @@ _TOP: int = 10
 
 
 def console() -> Console:
-    return Console(highlight=False, soft_wrap=False)
+    """Standard output; into a file or pipe tables get the room they need, as no one will wrap them there."""
+    result = Console(highlight=False)
+    return result if result.is_terminal else Console(highlight=False, width=160)
 
 
 def table(title: str, columns: Sequence[str], left: int = 1) -> Table:
