@@ -387,3 +387,37 @@ i64 binned_maximum(const i64 *t, const u32 *size, i64 n, i64 tau) {
   }
   return w > best ? w : best;
 }
+
+/* A tail-dropping queue, byte by byte as in queueing.py; out: arrived, lost, most, time above the mark. */
+void drop_tail(const i64 *t, const i64 *size, i64 n, double rate, double room, double mark, i64 from, i64 until,
+               double *out) {
+  double queue = 0, arrived = 0, lost = 0, most = 0, above = 0;
+  i64 before = n ? t[0] : 0;
+  for (i64 i = 0; i < n; i++) {
+    int counted = t[i] >= from;
+    double gap = (double)(t[i] - before);
+    if (counted && queue > mark) {
+      double time = (queue - mark) / rate;
+      above += time < gap ? time : gap;
+    }
+    queue -= rate * gap;
+    if (queue < 0) queue = 0;
+    queue += (double)size[i];
+    double over = queue - room;
+    if (over > 0) queue = room;
+    if (counted) {
+      arrived += (double)size[i];
+      if (over > 0) lost += over;
+      if (queue > most) most = queue;
+    }
+    before = t[i];
+  }
+  if (queue > mark) {
+    double time = (queue - mark) / rate, gap = (double)(until - before);
+    above += time < gap ? time : gap;
+  }
+  out[0] = arrived;
+  out[1] = lost;
+  out[2] = most;
+  out[3] = above;
+}

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mlfabric.traffic.capture.walk import Chain
     from mlfabric.traffic.flows import FlowIndex
 
-_FLAGS: Final = ("-O3", "-std=gnu99", "-fPIC", "-shared", "-w")
+_FLAGS: Final = ("-O3", "-std=gnu99", "-ffp-contract=off", "-fPIC", "-shared", "-w")
 HISTOGRAM_BITS: Final = 14
 _SWAPPED_ORDER: Final = ">" if sys.byteorder == "little" else "<"
 
@@ -113,6 +113,9 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.window_maximum.argtypes = [pointer, pointer, whole, whole, pointer, pointer]
     loaded.binned_maximum.restype = whole
     loaded.binned_maximum.argtypes = [pointer, pointer, whole, whole]
+    number = ctypes.c_double
+    loaded.drop_tail.restype = None
+    loaded.drop_tail.argtypes = [pointer, pointer, whole, number, number, number, whole, whole, pointer]
     return loaded
 
 
@@ -222,3 +225,23 @@ def binned_maximum(
     loaded: ctypes.CDLL, time_ns: NDArray[np.int64], size: NDArray[np.uint32], tau_ns: int
 ) -> int:
     return int(loaded.binned_maximum(time_ns.ctypes.data, size.ctypes.data, len(time_ns), tau_ns))
+
+
+def drop_tail(
+    loaded: ctypes.CDLL,
+    time_ns: NDArray[np.int64],
+    size: NDArray[np.int64],
+    rate: float,
+    room: float,
+    mark: float,
+    from_ns: int,
+    until_ns: int,
+) -> tuple[float, float, float, float]:
+    """Arrived and lost bytes, the largest queue, and the time it was above the mark."""
+    times, sizes = np.ascontiguousarray(time_ns), np.ascontiguousarray(size, np.int64)
+    out = np.zeros(4)
+    loaded.drop_tail(
+        times.ctypes.data, sizes.ctypes.data, len(times), rate, room, mark, from_ns, until_ns, out.ctypes.data
+    )
+    arrived, lost, most, above = out.tolist()
+    return arrived, lost, most, above
