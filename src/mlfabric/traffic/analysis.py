@@ -110,7 +110,7 @@ def analyze(trace: Trace, options: AnalysisOptions | None = None) -> Analysis:
     rates = options.rates_bps
     if rates is None:
         highest = next((s.peak.bytes * 8e9 / s.tau_ns for s in scales if s.peak is not None), 0.0)
-        rates = default_rates(mean_bps, options.line_rate_bps or highest)
+        rates = default_rates(mean_bps, max(options.line_rate_bps or 0.0, highest))
     groups, left_out = _groups(trace, options) if options.by else ((), 0)
     return Analysis(
         trace=trace,

@@ -161,7 +161,7 @@ def simulate(plans: Sequence[Schedule], link: Link, control: Control, rtt_s: flo
             paused_s += rtt_s * float(active.mean())
         offered = float(wanted.sum())
         # With drops the lost bytes stay with their senders, who must send them again.
-        room = max(0.0, link.buffer_bytes - max(0.0, queue - drain)) + drain if control != "pfc" else np.inf
+        room = np.inf if control == "pfc" else max(0.0, link.buffer_bytes - queue + drain)
         passed = min(1.0, room / offered) if offered > 0 else 1.0
         lost += offered * (1 - passed)
         senders.left -= wanted * passed

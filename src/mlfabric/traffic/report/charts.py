@@ -34,14 +34,23 @@ def _line(name: str, x: Any, y: Any, role: str, **more: Any) -> dict[str, Any]:
 
 def _layout(x: str, y: str, log: bool = False, **more: Any) -> dict[str, Any]:
     kind = "log" if log else "linear"
-    # Powers of ten in SI letters: 1m is a millisecond, 1M a megabyte.
+    # Powers of ten in SI letters: 1M is a megabyte.
     axis = {"type": kind, "exponentformat": "SI", "automargin": True}
     layout: dict[str, Any] = {
-        "xaxis": {**axis, "title": {"text": x}}, "yaxis": {**axis, "title": {"text": y}},
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-        "margin": {"l": 60, "r": 16, "t": 36, "b": 48}, "hovermode": "closest",
+        "xaxis": {**axis, "title": {"text": x}}, "yaxis": {**axis, "title": {"text": y, "standoff": 10}},
+        "legend": {"orientation": "h", "y": -0.24, "yanchor": "top", "x": 0},
+        "margin": {"l": 60, "r": 16, "t": 34, "b": 48}, "hovermode": "closest", "height": 380,
     }  # fmt: skip
     layout.update(more)
+    return layout
+
+
+def _over_scales(y: str) -> dict[str, Any]:
+    """Axes of a curve over window lengths, with the 5 ms mark."""
+    layout = _layout("window length tau", y, log=True, shapes=[_five_ms()], annotations=[_five_ms_label()])
+    ticks = [10.0**power for power in range(-9, 4)]
+    layout["xaxis"].update({"tickvals": ticks, "ticktext": [format_time(tick) for tick in ticks]})
+    layout["yaxis"]["dtick"] = 1
     return layout
 
 
@@ -58,9 +67,9 @@ def all_figures(report: ReportData) -> list[Figure]:
         _envelope(report),
         _backlog(report),
         _bursts(report),
+        _jobs(report),
         _heat("sending", "Sending hosts over time", report.sending),
         _heat("receiving", "Receiving hosts over time", report.receiving),
-        _jobs(report),
     ]
     return [figure for figure in made if figure is not None]
 
@@ -77,15 +86,18 @@ def _over_time(report: ReportData) -> Figure:
     data.append(_line("mean", ends, [mean, mean], "second", line={"dash": "dash"}))
     layout = _layout("time from the first packet (s)", "rate (bit/s)")
     layout["xaxis"]["rangeslider"] = {"visible": True, "thickness": 0.08}
+    layout["legend"] = {"orientation": "h", "x": 0.5, "xanchor": "center", "y": 1.03, "yanchor": "bottom"}
+    layout["margin"]["t"] = 48
     if report.peak_window_s is not None:
         low, high = report.peak_window_s
         room = 20 * (high - low)
+        nearby = [low - room, high + room]
         layout["updatemenus"] = [
             {
-                "type": "buttons", "direction": "right", "x": 1, "xanchor": "right", "y": 1.02, "yanchor":
-                "bottom", "pad": {"b": 4}, "buttons": [ {"label": "all", "method": "relayout", "args":
-                [{"xaxis.autorange": True}]}, {"label": "peak", "method": "relayout", "args":
-                [{"xaxis.range": [low - room, high + room]}]}, ],
+                "type": "buttons", "direction": "right", "x": 0, "xanchor": "left", "y": 1.03, "yanchor":
+                "bottom", "showactive": False, "pad": {"b": 2, "t": 2}, "buttons": [ {"label": "all",
+                "method": "relayout", "args": [{"xaxis.autorange": True}]}, {"label": "peak", "method":
+                "relayout", "args": [{"xaxis.range": nearby}]}, ],
             }
         ]  # fmt: skip
         layout["shapes"] = [_band(low, high)]
@@ -138,20 +150,33 @@ def _peak_to_mean(report: ReportData) -> Figure | None:
                 line={"dash": "dash"},
             )
         )
-    layout = _layout("window length tau (s)", "peak : mean", log=True, shapes=[_five_ms()])
     near = min(known, key=lambda scale: abs(scale.tau_ns - PEAK_TAU_NS))
     says = (
         f"In its fullest {format_time(near.tau_ns / NS_PER_S)} the traffic runs at "
-        f"{near.peak_to_mean:.3g} times its mean "
-        f"rate. Neither limit can be exceeded by traffic of this line and period."
+        f"{near.peak_to_mean:.3g} times "
+        f"its mean rate. "
     )
+    line_limit = near.most_by_line_rate
+    if line_limit is not None and ratio.max() > 1.05 * line_limit:
+        says += "It exceeds C / rho, so the capture joins the traffic of more than one such link."
+    elif len(data) > 1:
+        says += "No traffic of this line and period can exceed the limits drawn."
+    layout = _over_scales("peak : mean")
     return _figure("ptm", "Peak to mean at every time scale", says, data, layout)
 
 
 def _five_ms() -> dict[str, Any]:
     return {
         "type": "line", "xref": "x", "yref": "paper", "x0": 0.005, "x1": 0.005, "y0": 0, "y1": 1, "meta":
-        "rule", "line": {"width": 1, "dash": "dot"}, "label": {"text": "5 ms", "textposition": "end"},
+        "rule", "line": {"width": 1, "dash": "dot"},
+    }  # fmt: skip
+
+
+def _five_ms_label() -> dict[str, Any]:
+    # Annotations on a log axis take the logarithm.
+    return {
+        "text": "5 ms", "xref": "x", "yref": "paper", "x": float(np.log10(0.005)), "y": 1, "yanchor":
+        "bottom", "showarrow": False, "font": {"size": 11},
     }  # fmt: skip
 
 
@@ -179,7 +204,7 @@ def _envelope(report: ReportData) -> Figure | None:
     line = report.analysis.options.line_rate_bps
     if line:
         data.append(_line("line rate", tau, line / 8 * tau, "third", line={"dash": "dot"}))
-    layout = _layout("window length tau (s)", "bytes", log=True, shapes=[_five_ms()])
+    layout = _over_scales("bytes")
     says = "Windows slide over arrivals; bins, as most tools draw them, may miss up to half of a peak."
     return _figure("envelope", "Burstiness curve E(tau)", says, data, layout)
 
@@ -197,7 +222,7 @@ def _backlog(report: ReportData) -> Figure | None:
         )
     ]  # fmt: skip
     layout = _layout("link rate (bit/s)", "largest queue (bytes)", log=True)
-    says = "The queue this traffic alone would build at a link of each rate: what its buffer must hold for no loss."
+    says = "The queue this traffic alone builds at a link of each rate: the buffer that loses nothing."
     return _figure("backlog", "Buffer needed at each link rate", says, data, layout)
 
 
@@ -212,7 +237,8 @@ def _bursts(report: ReportData) -> Figure | None:
             "type": "scatter", "mode": "markers", "name": "bursts", "meta": "main",
             "x": _numbers(bursts.start_ns[chosen] / NS_PER_S, 9), "y": _numbers(bursts.bytes[chosen]),
             "customdata": [[format_time(each / NS_PER_S)] for each in bursts.duration_ns[chosen]],
-            "hovertemplate": "at %{x:.6f} s: %{y:.4s}B in %{customdata[0]}<extra></extra>", "marker": {"size": 6},
+            "hovertemplate": "at %{x:.6f} s: %{y:.4s}B in %{customdata[0]}<extra></extra>",
+            "marker": {"size": 6},
         }
     ]  # fmt: skip
     layout = _layout("start (s)", "bytes")
@@ -233,7 +259,8 @@ def _heat(name: str, title: str, heat: HeatMap | None) -> Figure | None:
     data = [
         {
             "type": "heatmap", "meta": "heat", "x": _numbers(times, 9), "y": heat.hosts,
-            "z": [_numbers(row, 4) for row in heat.rate_bps], "colorbar": {"title": {"text": "bit/s"}, "exponentformat": "SI"},
+            "z": [_numbers(row, 4) for row in heat.rate_bps],
+            "colorbar": {"title": {"text": "bit/s"}, "exponentformat": "SI"},
             "hovertemplate": "%{y} at %{x:.3f} s: %{z:.3s}bit/s<extra></extra>",
         }
     ]  # fmt: skip
@@ -259,6 +286,7 @@ def _jobs(report: ReportData) -> Figure | None:
     data.append(_line("buffer", [counts[0], counts[-1]], [buffer, buffer], "muted", line={"dash": "dot"}))
     layout = _layout("jobs like this one on the link", "largest queue (bytes)", log=True)
     layout["xaxis"].update({"tickvals": counts, "ticktext": [str(count) for count in counts]})
+    layout["yaxis"]["dtick"] = 1
     fit = report.jobs[-1][1].fit
     fits = (
         f" Without loss fit: {fit.worst_case} whatever their phases, {fit.random_95} at random phases "
@@ -267,5 +295,6 @@ def _jobs(report: ReportData) -> Figure | None:
         if fit
         else ""
     )
-    says = f"Link {format_rate(report.link.rate_bps)}, buffer {format_size(buffer)}; open loop, an upper figure.{fits}"
+    link = f"Link {format_rate(report.link.rate_bps)}, buffer {format_size(buffer)}"
+    says = f"{link}; open loop, so upper figures.{fits}"
     return _figure("jobs", "Several such jobs on one link", says, data, layout)

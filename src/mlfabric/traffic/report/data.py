@@ -33,7 +33,7 @@ class Series:
 
     @property
     def times_s(self) -> NDArray[np.float64]:
-        return self.start_s + (np.arange(len(self.rate_bps)) + 0.5) * self.bin_s
+        return np.asarray(self.start_s + (np.arange(len(self.rate_bps)) + 0.5) * self.bin_s, np.float64)
 
 
 @dataclass(frozen=True)

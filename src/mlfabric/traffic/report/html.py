@@ -120,8 +120,8 @@ def _verdict_table(report: ReportData) -> str:
         rows.append(
             [
                 html.escape(each.host),
-                f'<span class="pill {kind}">{html.escape(each.verdict)}</span>',
-                html.escape(each.reason),
+                f'<span class="pill {kind}">{html.escape(each.verdict)}</span>'
+                f'<span class="why">{html.escape(each.reason)}</span>',
                 str(each.sources),
                 "-" if each.overlap_share is None else f"{each.overlap_share:.1%}",
                 "-" if each.backlog_bytes is None else format_size(each.backlog_bytes),
@@ -134,9 +134,9 @@ def _verdict_table(report: ReportData) -> str:
         "Does the application collide with itself?",
         f"Per receiving host, at a port of {rate}; p is the rank of its backlog among random phases "
         "of its sources.",
-        ["receiving host", "verdict", "why", "sources", "overlap", "backlog", "at random", "p"],
+        ["receiving host", "verdict", "sources", "overlap", "backlog", "at random", "p"],
         rows,
-        words=3,
+        words=2,
     )
 
 
