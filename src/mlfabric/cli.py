@@ -13,8 +13,8 @@ import sys
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
+from mlfabric.cli_plain import PlainGroup
 from mlfabric.errors import FabricError
 
 # Where each group of commands lives and what `mlfabric --help` says of it.
@@ -24,7 +24,7 @@ GROUPS: dict[str, tuple[str, str]] = {
 }
 
 
-class _LazyGroup(TyperGroup):
+class _LazyGroup(PlainGroup):
     """A command group that imports its sub-groups only when one of them is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:

@@ -190,7 +190,7 @@ def test_a_whole_process_ends_with_code_two_and_no_traceback(tmp_path: Path) -> 
 def test_a_capture_without_pictures_imports_nothing_slow(servers: Path) -> None:
     script = (
         "import sys; from mlfabric.traffic.cli import app; app(sys.argv[1:], standalone_mode=False);"
-        "slow = {'plotly', 'matplotlib', 'pyarrow', 'pywt', 'rich.table', 'scipy', 'pandas'} & "
+        "slow = {'plotly', 'matplotlib', 'pyarrow', 'pywt', 'rich.table', 'scipy', 'pydantic'} & "
         "set(sys.modules);"
         "sys.stderr.write(repr(sorted(slow)))"
     )

@@ -84,8 +84,8 @@ def capture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def _run_transfers(one: str, two: str, path: Path) -> None:
     inside = ("ip", "netns", "exec")
     dump = subprocess.Popen(
-        [*inside, one, "tcpdump", "-i", "veth0", "-s", "96", "-U", "--immediate-mode", "-B", "16384", "-w", "-",
-         "tcp or udp port 9"],
+        [*inside, one, "tcpdump", "-i", "veth0", "-s", "96", "-U", "--immediate-mode", "-B", "16384",
+         "-w", "-", "tcp or udp port 9"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     server = subprocess.Popen([*inside, two, sys.executable, "-c", _SERVER, "10"], stdout=subprocess.PIPE)

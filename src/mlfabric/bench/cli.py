@@ -7,7 +7,10 @@ import typer
 from mlfabric.bench.capture import bench_capture
 
 app = typer.Typer(
-    no_args_is_help=True, pretty_exceptions_enable=False, help="Measure this machine: us and our peers."
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Measure this machine: us and our peers.",
 )
 app.command("capture")(bench_capture)
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mlfabric.cli_plain import PlainCommand, PlainGroup
 from mlfabric.errors import FabricError
 from mlfabric.traffic import cli_jobs
 from mlfabric.traffic.cli_options import (
@@ -32,13 +33,15 @@ from mlfabric.traffic.cli_options import (
 from mlfabric.traffic.scales import DEFAULT_SCALES, one_rate, one_time_ns, parse_rates, parse_scales
 
 app = typer.Typer(
+    cls=PlainGroup,
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
     help="Burstiness of any capture at every time scale, exactly, and what many such jobs do to a link.",
 )
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def analyze(
     files: Files,
     scales: Annotated[str, typer.Option(help="10us:10s (steps 1-2-5) or 1ms,5ms,...")] = DEFAULT_SCALES,
@@ -106,7 +109,7 @@ def _pictures(result: Any, html: Path | None, png: Path | None, link: str | None
             sys.stderr.write(f"chart written to {path}\n")
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def bursts(
     files: Files,
     theta: Annotated[str | None, typer.Option(help="pause that ends a burst; otherwise found")] = None,
@@ -144,7 +147,7 @@ def bursts(
     print_bursts(trace, found, rows)
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def series(
     files: Files,
     bin_width: Annotated[str, typer.Option("--bin", help="width of the aligned bins")] = "5ms",
@@ -198,7 +201,7 @@ def series(
         sys.stderr.write(f"note: {sentence}\n")
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def compare(
     before: Annotated[str, typer.Argument(help="capture before the change")],
     after: Annotated[str, typer.Argument(help="capture after it")],

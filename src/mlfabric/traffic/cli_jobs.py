@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from mlfabric.cli_plain import PlainCommand
 from mlfabric.errors import FabricError
 from mlfabric.traffic.cli_options import (
     Direction,
@@ -29,7 +30,7 @@ from mlfabric.traffic.scales import one_rate, one_size, one_time_ns
 def register(app: typer.Typer) -> None:
     """Adds these commands to the group."""
     for command in (extrapolate, orchestration, synth, capture):
-        app.command()(command)
+        app.command(cls=PlainCommand)(command)
 
 
 def extrapolate(
