@@ -192,3 +192,22 @@ def test_the_helper_is_built_once_into_the_cache(monkeypatch: pytest.MonkeyPatch
         assert built[0].stat().st_mtime_ns == stamp
     finally:
         native._load.cache_clear()
+
+
+@pytest.mark.parametrize("disorder", [0, 3, 5000])
+@pytest.mark.parametrize("width", [None, np.uint16, np.uint32])
+def test_sorting_nearby_is_a_stable_sort_or_gives_up_whole(disorder: int, width: Any) -> None:
+    library = native.library()
+    if library is None:
+        pytest.skip("no C compiler here")
+    generator = np.random.default_rng(disorder)
+    times = np.sort(generator.integers(0, 3000, 4000)) - generator.integers(0, disorder + 1, 4000)
+    size, flow = np.arange(4000, dtype=np.uint32), None if width is None else np.arange(4000).astype(width)
+    expected = np.argsort(times, kind="stable")
+    ordered = times.copy()
+    done = native.sort_nearby(library, ordered, size, flow)
+    assert done == (disorder < 5000)
+    assert ordered.tolist() == times[size].tolist()
+    assert flow is None or flow.tolist() == size.tolist()
+    if done:
+        assert size.tolist() == expected.tolist()

@@ -135,7 +135,8 @@ def bursts(
     trace.needs_packets()
     found = find_bursts(trace, one_time_ns(theta) if theta else None)
     if as_json:
-        from mlfabric.traffic.jsonform import bursts_json, conventions
+        from mlfabric.traffic.conventions import conventions
+        from mlfabric.traffic.jsonform import bursts_json
 
         shown = bursts_json(found, None)
         shown["conventions"] = conventions(trace, "instant", "span", None)
@@ -179,7 +180,7 @@ def series(
         )
     values = byte_series(trace, bin_ns).tolist()
     if as_json:
-        from mlfabric.traffic.jsonform import conventions
+        from mlfabric.traffic.conventions import conventions
 
         print_json(
             {

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from mlfabric.traffic.control import ControlResult
+from mlfabric.traffic.conventions import conventions
 from mlfabric.traffic.extrapolate import Extrapolation, LawResult
-from mlfabric.traffic.jsonform import SCHEMA, conventions
+from mlfabric.traffic.jsonform import SCHEMA
 from mlfabric.traffic.meter import Reading
 from mlfabric.traffic.orchestration import PortVerdict
 from mlfabric.traffic.trace import NS_PER_S, Trace

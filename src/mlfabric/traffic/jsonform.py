@@ -10,27 +10,11 @@ import numpy as np
 from mlfabric.traffic.analysis import Analysis, Group, Scale
 from mlfabric.traffic.backlog import Stretch
 from mlfabric.traffic.bursts import Bursts
+from mlfabric.traffic.conventions import conventions
 from mlfabric.traffic.trace import NS_PER_S, Trace
 
 SCHEMA: Final = 1
 _MOST_FLOWS: Final = 1000
-
-
-def conventions(trace: Trace, model: str, observation: str, line_rate_bps: float | None) -> dict[str, Any]:
-    return {
-        "layer": trace.origin.layer,
-        "arrivals": model,
-        "line_rate_bps": line_rate_bps,
-        "windows": "closed, sliding over arrivals; binned_* are aligned bins from the first packet",
-        "observation": observation,
-        "time_origin": "first packet",
-        "first_packet_ns": trace.origin_ns,
-        "vantage": trace.origin.vantage,
-        "selection": trace.origin.selection,
-        "files": list(trace.origin.files),
-        "format": trace.origin.format,
-        "links": list(trace.origin.links),
-    }
 
 
 def analysis_json(result: Analysis) -> dict[str, Any]:

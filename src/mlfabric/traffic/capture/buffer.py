@@ -6,17 +6,22 @@ from typing import Final
 
 import numpy as np
 
+from mlfabric.traffic import native
 from mlfabric.traffic.capture.frames import PADDING_BYTES
 from mlfabric.traffic.capture.source import ByteSource
 
 # Large enough that NumPy's cost per call does not show, small beside the columns that are kept.
 WINDOW_BYTES: Final = 1 << 24
+# The compiled form has no such cost, and gains where the window stays in the processor's cache.
+COMPILED_WINDOW_BYTES: Final = 1 << 22
 
 
 class SlidingBuffer:
     """Bytes [start, end) of `data` are unread input; `refill` keeps them and appends more."""
 
-    def __init__(self, source: ByteSource, window_bytes: int = WINDOW_BYTES) -> None:
+    def __init__(self, source: ByteSource, window_bytes: int | None = None) -> None:
+        if window_bytes is None:
+            window_bytes = WINDOW_BYTES if native.library() is None else COMPILED_WINDOW_BYTES
         self._source = source
         self._window = window_bytes
         self.data = np.zeros(window_bytes + PADDING_BYTES, np.uint8)

@@ -188,7 +188,11 @@ class _Reading:
         columns.finish()
         extra = [columns.size] if columns.flow is None else [columns.size, columns.flow]
         if self.backward or len(paths) > 1:
-            sort_in_pieces(columns.time_ns, extra)
+            library = native.library()
+            if library is None or not native.sort_nearby(
+                library, columns.time_ns, columns.size, columns.flow
+            ):
+                sort_in_pieces(columns.time_ns, extra)
         first = int(columns.time_ns[0]) if columns.count else 0
         columns.time_ns -= first
         self._sentences()
