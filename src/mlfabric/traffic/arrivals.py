@@ -34,7 +34,6 @@ class Arrivals:
     end: Positions
     running: RunningBytes
     line_rate_bps: float | None = None  # None: instant
-    sizes: NDArray[np.uint32] | None = None  # of instant arrivals, where the compiled form can take them
 
     def __len__(self) -> int:
         return len(self.start)
@@ -63,8 +62,7 @@ class Arrivals:
 
 def instant(trace: Trace) -> Arrivals:
     times = np.ascontiguousarray(trace.time_ns)
-    sizes = np.ascontiguousarray(trace.size) if trace.size.dtype == np.uint32 else None
-    return Arrivals(times, times, trace.running, None, sizes)
+    return Arrivals(times, times, trace.running)
 
 
 def fluid(trace: Trace, line_rate_bps: float) -> Arrivals:

@@ -50,8 +50,8 @@ def envelope(arrivals: Arrivals | Trace, tau_ns: int) -> Peak | None:
     if not len(arrivals) or tau_ns > arrivals.end[-1] - arrivals.start[0]:
         return None
     library = native.library()
-    if library is not None and arrivals.sizes is not None:
-        most, first = native.window_maximum(library, arrivals.start, arrivals.sizes, tau_ns)
+    if library is not None and arrivals.line_rate_bps is None:
+        most, first = native.window_maximum(library, arrivals.start, arrivals.running.columns(), tau_ns)
         return Peak(most, int(arrivals.start[first]))
     forward = _Family(
         len(arrivals),
@@ -127,11 +127,11 @@ def envelope_by_bins(trace: Trace, tau_ns: int) -> int | None:
     """Most bytes in any of the aligned bins [k tau, (k+1) tau) counted from the first packet."""
     if not len(trace) or tau_ns > trace.span_ns:
         return None
+    origin = int(trace.time_ns[0])
     library = native.library()
-    if library is not None and trace.size.dtype == np.uint32:
+    if library is not None and trace.size.dtype == np.uint32 and trace.span_ns // tau_ns >= len(trace) // 64:
         columns = np.ascontiguousarray(trace.time_ns), np.ascontiguousarray(trace.size)
         return native.binned_maximum(library, *columns, tau_ns)
-    origin = int(trace.time_ns[0])
     if trace.span_ns // tau_ns < len(trace) // 8:
         edges = np.arange(origin, int(trace.time_ns[-1]) + tau_ns + 1, tau_ns)
         return int(np.diff(trace.running(np.searchsorted(trace.time_ns, edges))).max())
@@ -153,6 +153,9 @@ def byte_series(trace: Trace, bin_ns: int, origin_ns: int | None = None) -> NDAr
         return np.zeros(0, np.int64)
     origin = int(trace.time_ns[0]) if origin_ns is None else origin_ns
     count = int((trace.time_ns[-1] - origin) // bin_ns) + 1
+    if count < len(trace) // 16:
+        edges = np.searchsorted(trace.time_ns, origin + np.arange(count + 1) * bin_ns)
+        return np.diff(trace.running(edges))
     series = np.zeros(count, np.int64)
     for times, sizes in zip(pieces(trace.time_ns), pieces(trace.size), strict=True):
         bins = (times - origin) // bin_ns

@@ -331,44 +331,64 @@ void window_sweep(const i64 *t, const u32 *size, i64 n, i64 tau, double *moments
 
 #define BLOCK 64
 
-/* Most bytes in any closed window [t[i], t[i] + tau], and the first i that has them. `held` has room for one number
- * per block of 64: the window of its first packet, which together with the block's own bytes bounds all windows
- * that start in the block before it. */
-i64 window_maximum(const i64 *t, const u32 *size, i64 n, i64 tau, i64 *held, i64 *where) {
-  i64 best = -1, high = 0, w = 0, blocks = (n + BLOCK - 1) / BLOCK;
+/* Bytes of the first k packets: from full sums, or from sums modulo 2^32 beside exact ones at every 64th. */
+typedef struct {
+  const i64 *full;
+  const u32 *shorter;
+  const i64 *exact;
+} sums_type;
+
+static inline i64 total(const sums_type *sums, i64 k) {
+  if (sums->full) return sums->full[k];
+  i64 exact = sums->exact[k >> 6];
+  return exact + (u32)(sums->shorter[k] - (u32)exact);
+}
+
+/* The first index at or after `from` whose time exceeds `limit`, by doubling steps, then bisection. */
+static inline i64 beyond(const i64 *t, i64 n, i64 from, i64 limit) {
+  i64 low = from, step = 16;
+  while (low + step < n && t[low + step] <= limit) {
+    low += step;
+    step *= 2;
+  }
+  i64 up = low + step < n ? low + step : n;
+  while (low < up) {
+    i64 middle = (low + up) / 2;
+    if (t[middle] <= limit) low = middle + 1;
+    else up = middle;
+  }
+  return low;
+}
+
+/* Most bytes in any closed window [t[i], t[i] + tau], and the first i that has them. `reach` has room for one index
+ * per block of 64: where the window of its first packet ends, which bounds all windows that start in the block
+ * before it; only blocks whose bound is not below the best window found are opened. */
+i64 window_maximum(const i64 *t, i64 n, i64 tau, const i64 *full, const u32 *shorter, const i64 *exact, i64 *reach,
+                   i64 *where) {
+  sums_type sums = {full, shorter, exact};
+  i64 best = -1, high = 0, blocks = (n + BLOCK - 1) / BLOCK;
   for (i64 b = 0; b < blocks; b++) {
-    i64 first = b * BLOCK, limit = t[first] + tau;
-    while (high < n && t[high] <= limit) w += size[high++];
-    held[b] = w;
+    i64 first = b * BLOCK;
+    high = beyond(t, n, high, t[first] + tau);
+    reach[b] = high;
+    i64 w = total(&sums, high) - total(&sums, first);
     if (w > best) {
       best = w;
       *where = first;
     }
-    i64 stop = first + BLOCK < n ? first + BLOCK : n;
-    for (i64 i = first; i < stop; i++) w -= size[i];
   }
-  i64 reach = -1; /* high for the window of `low` below; found again for each opened block */
   for (i64 b = 0; b < blocks; b++) {
-    i64 first = b * BLOCK, stop = first + BLOCK < n ? first + BLOCK : n, own = 0;
-    for (i64 i = first; i < stop; i++) own += size[i];
-    i64 bound = b + 1 < blocks ? held[b + 1] + own : held[b];
-    if (bound < best) continue;
-    /* The first packet at or after `reach` that lies beyond this block's first window, by bisection. */
-    i64 low = reach < first ? first : reach, up = n;
-    while (low < up) {
-      i64 middle = (low + up) / 2;
-      if (t[middle] <= t[first] + tau) low = middle + 1;
-      else up = middle;
-    }
-    reach = low;
-    w = held[b];
+    i64 first = b * BLOCK, stop = first + BLOCK < n ? first + BLOCK : n;
+    i64 farthest = b + 1 < blocks ? reach[b + 1] : n;
+    if (total(&sums, farthest) - total(&sums, first) < best) continue;
+    high = reach[b];
     for (i64 i = first; i < stop; i++) {
-      while (reach < n && t[reach] - t[i] <= tau) w += size[reach++];
+      while (high < n && t[high] - t[i] <= tau) high++;
+      i64 w = total(&sums, high) - total(&sums, i);
       if (w > best || (w == best && i < *where)) {
         best = w;
         *where = i;
       }
-      w -= size[i];
     }
   }
   return best;

@@ -107,7 +107,7 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.window_sweep.restype = None
     loaded.window_sweep.argtypes = [pointer, pointer, whole, whole, pointer, small, pointer, small, pointer]
     loaded.window_maximum.restype = whole
-    loaded.window_maximum.argtypes = [pointer, pointer, whole, whole, pointer, pointer]
+    loaded.window_maximum.argtypes = [pointer, whole, whole, *[pointer] * 5]
     loaded.binned_maximum.restype = whole
     loaded.binned_maximum.argtypes = [pointer, pointer, whole, whole]
     loaded.sort_nearby.restype = small
@@ -209,13 +209,15 @@ def window_sweep(
 
 
 def window_maximum(
-    loaded: ctypes.CDLL, time_ns: NDArray[np.int64], size: NDArray[np.uint32], tau_ns: int
+    loaded: ctypes.CDLL, time_ns: NDArray[np.int64], sums: tuple[NDArray[Any] | None, ...], tau_ns: int
 ) -> tuple[int, int]:
-    """Most bytes in any closed window that starts with a packet, and the first such packet."""
+    """Most bytes in any closed window that starts with a packet, and the first such packet. `sums`: running
+    bytes in full, or modulo 2^32 and exact at every 64th."""
     where = np.zeros(1, np.int64)
-    held = np.empty(len(time_ns) // 64 + 1, np.int64)
+    reach = np.empty(len(time_ns) // 64 + 1, np.int64)
+    addresses = [None if column is None else column.ctypes.data for column in sums]
     best = loaded.window_maximum(
-        time_ns.ctypes.data, size.ctypes.data, len(time_ns), tau_ns, held.ctypes.data, where.ctypes.data
+        time_ns.ctypes.data, len(time_ns), tau_ns, *addresses, reach.ctypes.data, where.ctypes.data
     )
     return int(best), int(where[0])
 

@@ -76,6 +76,12 @@ class RunningBytes:
         exact = self._exact.take(count >> 6)
         return exact + (self._short.take(count) - exact.astype(np.uint32))
 
+    def columns(self) -> tuple[Times | None, NDArray[np.uint32] | None, Times | None]:
+        """Full sums; or, for long traces, sums modulo 2^32 and exact ones at every 64th packet."""
+        if self._full is not None:
+            return self._full, None, None
+        return None, self._short, self._exact
+
     def between(self, first: int, last: int) -> Times:
         """Bytes of the first `first`, `first` + 1, ... `last` packets."""
         if self._full is not None:

@@ -176,11 +176,11 @@ class _Reading:
     def _watch_time(self, time_ns: NDArray[np.int64]) -> None:
         if not len(time_ns):
             return
-        steps = np.diff(time_ns, prepend=time_ns[0] if self._last_ns is None else self._last_ns)
-        least = int(steps.min())
-        if least < 0:
+        before = time_ns[0] if self._last_ns is None else self._last_ns
+        if before > time_ns[0] or (time_ns[1:] < time_ns[:-1]).any():
+            steps = np.diff(time_ns, prepend=before)
             self.backward += int((steps < 0).sum())
-            self.worst_backward_ns = max(self.worst_backward_ns, -least)
+            self.worst_backward_ns = max(self.worst_backward_ns, -int(steps.min()))
         self._last_ns = int(time_ns[-1])
 
     def trace(self, paths: Sequence[str | Path]) -> Trace:
