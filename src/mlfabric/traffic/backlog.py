@@ -22,6 +22,7 @@ from mlfabric.traffic.trace import PIECE, Trace
 
 _BLOCK: Final = 64
 _SUBBLOCK: Final = 8
+_TOGETHER: Final = 16  # blocks that are first looked at as one
 _FEW: Final = 256  # blocks that are opened without a second look
 _PIECE: Final = 1 << 15  # packets whose columns stay in the processor's cache
 _BITS_PER_BYTE_NS: Final = 8e9  # bit/s in one byte per nanosecond
@@ -101,8 +102,10 @@ class _Blocks:
         for begin, end in ranges:
             np.add.at(depth, np.searchsorted(self.first, begin, side="right") - 1, 1)
             np.add.at(depth, np.searchsorted(self.first, end, side="right"), -1)
-        kept = np.cumsum(depth[:-1]) > 0
-        return _Blocks(*(getattr(self, each.name)[kept] for each in fields(self)))
+        return self.only(np.flatnonzero(np.cumsum(depth[:-1]) > 0))
+
+    def only(self, chosen: NDArray[np.integer[Any]]) -> _Blocks:
+        return _Blocks(*(getattr(self, each.name)[chosen] for each in fields(self)))
 
 
 class Backlog:
@@ -112,6 +115,9 @@ class Backlog:
         self._arrivals = instant(arrivals) if isinstance(arrivals, Trace) else arrivals
         first = _block_starts(self._arrivals.start)
         self._blocks = _Blocks.of(self._arrivals, first, np.append(first[1:], len(self._arrivals)) - 1)
+        self._coarse_first = np.arange(0, len(first), _TOGETHER)
+        coarse = first[self._coarse_first]
+        self._coarse = _Blocks.of(self._arrivals, coarse, np.append(coarse[1:], len(self._arrivals)) - 1)
 
     def at(self, rate_bps: float) -> Stretch:
         """B_max at one rate, with the stretch that makes it."""
@@ -137,7 +143,14 @@ class Backlog:
         """The busiest stretch in these blocks; and, where most had to be opened, those that still matter."""
         rate = rate_bps / _BITS_PER_BYTE_NS
         best, opening, closing, lowest, lowest_at = -math.inf, 0, 0, math.inf, 0
-        chosen, known = blocks.worth_opening(rate, -math.inf)
+        known = -math.inf
+        if blocks is self._blocks:
+            outer, known = self._coarse.worth_opening(rate, known)
+            if len(outer) <= len(self._coarse.first) // 4:
+                begin = self._coarse_first[outer]
+                count = np.minimum(begin + _TOGETHER, len(blocks.first)) - begin
+                blocks = blocks.only(_spread_out(begin, count, 1))
+        chosen, known = blocks.worth_opening(rate, known)
         narrowing = floor is not None and len(chosen) > max(_FEW, len(blocks.first) // 4)
         busy: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
         for part in self._parts(blocks, chosen, rate, known):

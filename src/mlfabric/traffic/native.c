@@ -330,6 +330,7 @@ void window_sweep(const i64 *t, const u32 *size, i64 n, i64 tau, double *moments
 }
 
 #define BLOCK 64
+#define SUBBLOCK 8
 
 /* Bytes of the first k packets: from full sums, or from sums modulo 2^32 beside exact ones at every 64th. */
 typedef struct {
@@ -382,13 +383,26 @@ i64 window_maximum(const i64 *t, i64 n, i64 tau, const i64 *full, const u32 *sho
     i64 farthest = b + 1 < blocks ? reach[b + 1] : n;
     if (total(&sums, farthest) - total(&sums, first) < best) continue;
     high = reach[b];
-    for (i64 i = first; i < stop; i++) {
-      while (high < n && t[high] - t[i] <= tau) high++;
-      i64 w = total(&sums, high) - total(&sums, i);
-      if (w > best || (w == best && i < *where)) {
-        best = w;
-        *where = i;
+    for (i64 part = first; part < stop; part += SUBBLOCK) {
+      /* The same bound again for eight packets at a time. */
+      i64 end = part + SUBBLOCK < stop ? part + SUBBLOCK : stop, next = farthest;
+      while (high < n && t[high] - t[part] <= tau) high++;
+      if (end < stop) {
+        next = high;
+        while (next < n && t[next] - t[end] <= tau) next++;
       }
+      if (total(&sums, next) - total(&sums, part) >= best) {
+        for (i64 i = part; i < end; i++) {
+          while (high < n && t[high] - t[i] <= tau) high++;
+          i64 w = total(&sums, high) - total(&sums, i);
+          if (w > best || (w == best && i < *where)) {
+            best = w;
+            *where = i;
+          }
+        }
+      }
+      high = next > high ? next : high;
+      if (end == stop) break;
     }
   }
   return best;
