@@ -81,6 +81,19 @@ def test_many_rates_at_once_equal_one_at_a_time(rows: list[tuple[int, int]], rat
             assert found.bytes == pytest.approx(exact.at(rate).bytes, rel=1e-12, abs=1e-6)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_narrowing_keeps_what_only_matters_at_higher_rates(seed: int) -> None:
+    # A long, loose burst rules the lower rates; short, dense ones elsewhere rule the higher.
+    generator = np.random.default_rng(seed)
+    loose = np.cumsum(generator.exponential(1000, 40_000)).astype(np.int64)
+    dense = (loose[-1] + np.arange(1, 40)[:, None] * 3_000_000 + np.arange(60) * 60).ravel()
+    times = np.concatenate([loose, dense])
+    crowded = Trace.from_arrays(times, generator.integers(60, 1515, len(times)))
+    exact = Backlog(crowded)
+    for found in exact.at_many([float(rate) for rate in np.geomspace(1e9, 1e13, 30)]):
+        assert found.bytes == pytest.approx(exact.at(found.rate_bps).bytes, rel=1e-12)
+
+
 @relaxed
 @given(packet_lists)
 def test_the_backlog_curve_is_exact_everywhere(rows: list[tuple[int, int]]) -> None:

@@ -143,17 +143,12 @@ class Backlog:
         """The busiest stretch in these blocks; and, where most had to be opened, those that still matter."""
         rate = rate_bps / _BITS_PER_BYTE_NS
         best, opening, closing, lowest, lowest_at = -math.inf, 0, 0, math.inf, 0
-        known = -math.inf
-        if blocks is self._blocks:
-            outer, known = self._coarse.worth_opening(rate, known)
-            if len(outer) <= len(self._coarse.first) // 4:
-                begin = self._coarse_first[outer]
-                count = np.minimum(begin + _TOGETHER, len(blocks.first)) - begin
-                blocks = blocks.only(_spread_out(begin, count, 1))
-        chosen, known = blocks.worth_opening(rate, known)
-        narrowing = floor is not None and len(chosen) > max(_FEW, len(blocks.first) // 4)
+        looked_at, chosen, known = self._look(blocks, rate)
+        # What stays for higher rates has to be chosen from all that is left, not from what matters at this one.
+        narrowing = floor is not None and looked_at is blocks and len(chosen) > len(blocks.first) // 4
         busy: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
-        for part in self._parts(blocks, chosen, rate, known):
+        parts = self._all_of(blocks) if narrowing else self._parts(looked_at, chosen, rate, known)
+        for part in parts:
             before, after, start, end = self._columns(part)
             low = before - rate * start
             after = after - (rate * end)
@@ -188,23 +183,46 @@ class Backlog:
         end = start if arrivals.end is arrivals.start else arrivals.end.take(part)
         return arrivals.running(part), arrivals.running(part + 1), start, end
 
-    def _parts(self, blocks: _Blocks, chosen: NDArray[np.intp], rate: float, known: float) -> Iterator[_Part]:
-        """Packets of the chosen blocks in order: a run of them where that is most of what there is."""
-        first, last = blocks.first[chosen], blocks.last[chosen]
-        if blocks is self._blocks and len(chosen) > len(blocks.first) // 4:
-            for start in range(int(first[0]), int(last[-1]) + 1, _PIECE):
-                yield slice(start, min(start + _PIECE, int(last[-1]) + 1))
+    def _look(self, blocks: _Blocks, rate: float) -> tuple[_Blocks, NDArray[np.intp], float]:
+        """Blocks, those of them worth opening, and the best stretch known: first by many blocks at once."""
+        known = -math.inf
+        if blocks is self._blocks:
+            outer, known = self._coarse.worth_opening(rate, known)
+            if len(outer) <= len(self._coarse.first) // 4:
+                begin = self._coarse_first[outer]
+                count = np.minimum(begin + _TOGETHER, len(blocks.first)) - begin
+                blocks = blocks.only(_spread_out(begin, count, 1))
+        chosen, known = blocks.worth_opening(rate, known)
+        return blocks, chosen, known
+
+    def _all_of(self, blocks: _Blocks) -> Iterator[_Part]:
+        """Every packet of these blocks, in order."""
+        if blocks is self._blocks:
+            for start in range(0, len(self._arrivals), _PIECE):
+                yield slice(start, min(start + _PIECE, len(self._arrivals)))
             return
+        yield from _in_runs(blocks.first, blocks.last)
+
+    def _parts(self, blocks: _Blocks, chosen: NDArray[np.intp], rate: float, known: float) -> Iterator[_Part]:
+        """Packets of the chosen blocks in order: everything where that is most of what there is."""
+        if blocks is self._blocks and len(chosen) > len(blocks.first) // 4:
+            yield from self._all_of(blocks)
+            return
+        first, last = blocks.first[chosen], blocks.last[chosen]
         if len(chosen) > _FEW:
             count = (last - first) // _SUBBLOCK + 1
             inner = _spread_out(first, count, _SUBBLOCK)
             ends = np.minimum(inner + _SUBBLOCK - 1, np.repeat(last, count))
             kept, _ = _Blocks.of(self._arrivals, inner, ends).worth_opening(rate, known)
             first, last = inner[kept], ends[kept]
-        together = _PIECE // _SUBBLOCK
-        for start in range(0, len(first), together):
-            few = slice(start, start + together)
-            yield _spread_out(first[few], last[few] - first[few] + 1, 1)
+        yield from _in_runs(first, last)
+
+
+def _in_runs(first: NDArray[np.int64], last: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    together = _PIECE // _SUBBLOCK
+    for start in range(0, len(first), together):
+        few = slice(start, start + together)
+        yield _spread_out(first[few], last[few] - first[few] + 1, 1)
 
 
 def _index(part: _Part, position: int) -> int:
