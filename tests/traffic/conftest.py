@@ -9,7 +9,7 @@ import pytest
 
 from mlfabric.traffic import native
 from mlfabric.traffic.capture.reader import ReadOptions
-from mlfabric.traffic.read import read
+from mlfabric.traffic.reading import read
 from mlfabric.traffic.trace import Trace
 
 ReadBytes = Callable[..., Trace]

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlfabric.errors import FabricError
-from mlfabric.traffic.backlog import backlog
+from mlfabric.traffic.backlogs import backlog
 from mlfabric.traffic.control import CONTROLS, Schedule, schedules, simulate
 from mlfabric.traffic.cycles import grained, make_cycle, overlaid
-from mlfabric.traffic.extrapolate import Link, extrapolate, interleaved, worst_backlog
-from mlfabric.traffic.orchestration import orchestration
+from mlfabric.traffic.extrapolation import Link, extrapolate, interleaved, worst_backlog
 from mlfabric.traffic.queueing import drop_tail
 from mlfabric.traffic.synth import SynthOptions, synthesize
 from mlfabric.traffic.trace import Trace
+from mlfabric.traffic.verdicts import orchestration
 
 LINE = 10e9
 PERIOD_NS = 20_000_000

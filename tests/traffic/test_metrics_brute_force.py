@@ -11,13 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlfabric.traffic import backlog as backlog_module
+from mlfabric.traffic import backlogs as backlog_module
 from mlfabric.traffic import dispersion, native, trace
 from mlfabric.traffic.arrivals import fluid
-from mlfabric.traffic.backlog import Backlog, backlog_curve, least_rate
+from mlfabric.traffic.backlogs import Backlog, backlog_curve, least_rate
 from mlfabric.traffic.bursts import find_bursts, widest_plateau
 from mlfabric.traffic.dispersion import spread
-from mlfabric.traffic.envelope import byte_series, envelope, envelope_by_bins
+from mlfabric.traffic.envelopes import byte_series, envelope, envelope_by_bins
 from mlfabric.traffic.trace import RunningBytes, Trace, sort_in_pieces
 from tests.traffic import brute
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from mlfabric.traffic.analysis import AnalysisOptions, analyze
 from mlfabric.traffic.arrivals import fluid
-from mlfabric.traffic.backlog import Backlog, backlog
+from mlfabric.traffic.backlogs import Backlog, backlog
 from mlfabric.traffic.bursts import find_bursts
 from mlfabric.traffic.dispersion import spread
-from mlfabric.traffic.envelope import envelope
+from mlfabric.traffic.envelopes import envelope
 from mlfabric.traffic.gaps import gap_statistics
-from mlfabric.traffic.logscale import logscale
+from mlfabric.traffic.logscales import logscale
 from mlfabric.traffic.rhythm import find_rhythm
 from mlfabric.traffic.synth import fractional_noise
 from mlfabric.traffic.trace import Trace

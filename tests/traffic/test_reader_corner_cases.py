@@ -17,7 +17,7 @@ from mlfabric.errors import FabricError
 from mlfabric.traffic.capture.headers import Wanted
 from mlfabric.traffic.capture.reader import ReadOptions
 from mlfabric.traffic.flows import Selection
-from mlfabric.traffic.read import read
+from mlfabric.traffic.reading import read
 from mlfabric.traffic.trace import Trace
 from tests.traffic import capture_bytes as made
 from tests.traffic.conftest import ReadBytes

@@ -17,8 +17,8 @@ from typing import IO
 import pytest
 
 from mlfabric.traffic.analysis import AnalysisOptions, analyze
-from mlfabric.traffic.envelope import byte_series, envelope_by_bins
-from mlfabric.traffic.read import read
+from mlfabric.traffic.envelopes import byte_series, envelope_by_bins
+from mlfabric.traffic.reading import read
 from mlfabric.traffic.trace import Trace
 
 _NEEDED = ("ip", "tcpdump", "capinfos", "tshark")

@@ -14,13 +14,13 @@ from typing import Final, Literal
 from mlfabric.errors import FabricError
 from mlfabric.traffic import native
 from mlfabric.traffic.arrivals import Arrivals, fluid, instant
-from mlfabric.traffic.backlog import Backlog, Stretch
+from mlfabric.traffic.backlogs import Backlog, Stretch
 from mlfabric.traffic.bursts import Bursts, find_bursts
 from mlfabric.traffic.dispersion import Spread, spread
-from mlfabric.traffic.envelope import Peak, byte_series, envelope, envelope_by_bins
+from mlfabric.traffic.envelopes import Peak, byte_series, envelope, envelope_by_bins
 from mlfabric.traffic.flows import GroupKind
 from mlfabric.traffic.gaps import GapStatistics, gap_statistics
-from mlfabric.traffic.logscale import Logscale, logscale
+from mlfabric.traffic.logscales import Logscale, logscale
 from mlfabric.traffic.rhythm import Rhythm, find_rhythm
 from mlfabric.traffic.scales import DEFAULT_SCALES, default_rates, parse_scales
 from mlfabric.traffic.trace import NS_PER_S, Trace

@@ -164,7 +164,7 @@ def series(
     vantage: Vantage = "not stated",
 ) -> None:
     """Bytes in aligned bins from the first packet, as CSV or JSON: what other tools call an I/O graph."""
-    from mlfabric.traffic.envelope import byte_series
+    from mlfabric.traffic.envelopes import byte_series
 
     trace = read_trace(
         files, layer=layer, hosts=host, nets=net, ports=port, protocol=protocol, direction=direction,
@@ -221,7 +221,7 @@ def compare(
 ) -> None:
     """Two captures side by side: before and after pacing, for example."""
     from mlfabric.traffic.analysis import AnalysisOptions
-    from mlfabric.traffic.compare import compare as compare_traces
+    from mlfabric.traffic.comparison import compare as compare_traces
 
     options = AnalysisOptions(
         scales_ns=parse_scales(scales), rates_bps=parse_rates(rates) if rates else None, quick=True
@@ -235,7 +235,7 @@ def compare(
     ]  # fmt: skip
     result = compare_traces(traces[0], traces[1], options)
     if as_json:
-        from mlfabric.traffic.compare import comparison_json
+        from mlfabric.traffic.comparison import comparison_json
 
         print_json(comparison_json(result))
         return

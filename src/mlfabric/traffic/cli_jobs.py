@@ -59,8 +59,8 @@ def extrapolate(
     """Lay several such jobs over one link: queue, loss, marks, and how many fit."""
     from mlfabric.traffic.capture.tabular import is_table
     from mlfabric.traffic.control import CONTROLS, schedules, simulate
-    from mlfabric.traffic.extrapolate import Law, Link
-    from mlfabric.traffic.extrapolate import extrapolate as extrapolate_traces
+    from mlfabric.traffic.extrapolation import Law, Link
+    from mlfabric.traffic.extrapolation import extrapolate as extrapolate_traces
     from mlfabric.traffic.jobs_json import extrapolation_json
 
     choice(control, CONTROLS, "--control")
@@ -110,7 +110,7 @@ def orchestration(
     mtu: Mtu = 1500,
 ) -> None:
     """Does one application collide with itself? A verdict per receiving host."""
-    from mlfabric.traffic.orchestration import orchestration as judge
+    from mlfabric.traffic.verdicts import orchestration as judge
 
     choice(side, ("sender", "receiver", "unknown"), "--side")
     trace = read_trace(

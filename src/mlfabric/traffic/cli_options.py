@@ -91,7 +91,7 @@ def read_trace(
     from mlfabric.traffic.capture.headers import LAYERS, Wanted
     from mlfabric.traffic.capture.reader import ReadOptions
     from mlfabric.traffic.flows import Selection
-    from mlfabric.traffic.read import read
+    from mlfabric.traffic.reading import read
 
     choice(direction, ("both", "in", "out"), "--direction")
     selected = bool(hosts or nets or ports or protocol)

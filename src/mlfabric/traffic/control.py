@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mlfabric.errors import FabricError
 from mlfabric.traffic.bursts import find_bursts
 from mlfabric.traffic.cycles import Cycle
-from mlfabric.traffic.extrapolate import Link
+from mlfabric.traffic.extrapolation import Link
 from mlfabric.traffic.trace import NS_PER_S
 
 Control = Literal["none", "dctcp", "dcqcn", "pfc"]

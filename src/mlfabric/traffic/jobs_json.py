@@ -10,11 +10,11 @@ import numpy as np
 
 from mlfabric.traffic.control import ControlResult
 from mlfabric.traffic.conventions import conventions
-from mlfabric.traffic.extrapolate import Extrapolation, LawResult
+from mlfabric.traffic.extrapolation import Extrapolation, LawResult
 from mlfabric.traffic.jsonform import SCHEMA
 from mlfabric.traffic.meter import Reading
-from mlfabric.traffic.orchestration import PortVerdict
 from mlfabric.traffic.trace import NS_PER_S, Trace
+from mlfabric.traffic.verdicts import PortVerdict
 
 
 def _finite(value: float | None) -> float | None:

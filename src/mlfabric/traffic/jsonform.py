@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from mlfabric.traffic.analysis import Analysis, Group, Scale
-from mlfabric.traffic.backlog import Stretch
+from mlfabric.traffic.backlogs import Stretch
 from mlfabric.traffic.bursts import Bursts
 from mlfabric.traffic.conventions import conventions
 from mlfabric.traffic.trace import NS_PER_S, Trace

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from mlfabric.errors import FabricError
-from mlfabric.traffic.envelope import envelope
+from mlfabric.traffic.envelopes import envelope
 from mlfabric.traffic.trace import NS_PER_S, Origin, Trace
 
 _ETH_P_ALL: Final = 0x0003

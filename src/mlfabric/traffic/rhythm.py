@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from mlfabric.traffic.envelope import byte_series
+from mlfabric.traffic.envelopes import byte_series
 from mlfabric.traffic.trace import NS_PER_S, Trace
 
 _BINS: Final = 1 << 15

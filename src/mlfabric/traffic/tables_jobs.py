@@ -8,13 +8,13 @@ from datetime import UTC, datetime
 
 import numpy as np
 
-from mlfabric.traffic.compare import Comparison
+from mlfabric.traffic.comparison import Comparison
 from mlfabric.traffic.control import ControlResult
-from mlfabric.traffic.extrapolate import Extrapolation
+from mlfabric.traffic.extrapolation import Extrapolation
 from mlfabric.traffic.meter import Reading
-from mlfabric.traffic.orchestration import PortVerdict
 from mlfabric.traffic.tables import console, number, print_conventions, print_warnings, size, table, time
 from mlfabric.traffic.trace import NS_PER_S, Trace
+from mlfabric.traffic.verdicts import PortVerdict
 from mlfabric.units import format_rate, format_size, format_time
 
 

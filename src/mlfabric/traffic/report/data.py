@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from mlfabric.errors import FabricError
 from mlfabric.traffic.analysis import Analysis
-from mlfabric.traffic.envelope import byte_series
-from mlfabric.traffic.extrapolate import Extrapolation, Link, extrapolate
-from mlfabric.traffic.orchestration import PortVerdict, orchestration
+from mlfabric.traffic.envelopes import byte_series
+from mlfabric.traffic.extrapolation import Extrapolation, Link, extrapolate
 from mlfabric.traffic.trace import NS_PER_S, Trace
+from mlfabric.traffic.verdicts import PortVerdict, orchestration
 
 _POINTS: Final = 3000
 _PEAK_POINTS: Final = 500

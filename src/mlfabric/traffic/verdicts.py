@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlfabric.errors import FabricError
-from mlfabric.traffic.backlog import Backlog
+from mlfabric.traffic.backlogs import Backlog
 from mlfabric.traffic.bursts import find_bursts
 from mlfabric.traffic.cycles import grained
-from mlfabric.traffic.envelope import envelope
+from mlfabric.traffic.envelopes import envelope
 from mlfabric.traffic.queueing import drop_tail
 from mlfabric.traffic.trace import Trace
 

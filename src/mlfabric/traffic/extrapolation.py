@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlfabric.errors import FabricError
-from mlfabric.traffic.backlog import Backlog, least_rate
+from mlfabric.traffic.backlogs import Backlog, least_rate
 from mlfabric.traffic.cycles import Cycle, make_cycle, overlaid
-from mlfabric.traffic.envelope import envelope
+from mlfabric.traffic.envelopes import envelope
 from mlfabric.traffic.queueing import QueueResult, drop_tail
 from mlfabric.traffic.trace import Trace
 

@@ -144,7 +144,7 @@ class Backlog:
         rate = rate_bps / _BITS_PER_BYTE_NS
         best, opening, closing, lowest, lowest_at = -math.inf, 0, 0, math.inf, 0
         looked_at, chosen, known = self._look(blocks, rate)
-        # What stays for higher rates has to be chosen from all that is left, not from what matters at this one.
+        # What stays for higher rates is chosen from all that is left, not from what matters at this one.
         narrowing = floor is not None and looked_at is blocks and len(chosen) > len(blocks.first) // 4
         busy: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
         parts = self._all_of(blocks) if narrowing else self._parts(looked_at, chosen, rate, known)
