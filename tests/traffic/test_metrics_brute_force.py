@@ -206,7 +206,23 @@ def test_short_running_sums_equal_long_ones(sizes: list[int]) -> None:
         short = RunningBytes(column)
     expected = np.concatenate([[0], np.cumsum(column, dtype=np.int64)])
     assert short(np.arange(len(sizes) + 1)).tolist() == expected.tolist()
-    assert short.between(0, len(sizes)).tolist() == expected.tolist()
+    assert short(np.arange(len(sizes) + 1)[::-7]).tolist() == expected[::-7].tolist()
+    middle = len(sizes) // 2
+    assert short.between(middle, len(sizes)).tolist() == expected[middle:].tolist()
+
+
+@relaxed
+@given(packet_lists, window)
+def test_long_traces_give_the_same_envelope(form: str, rows: list[tuple[int, int]], tau_ns: int) -> None:
+    packets, short = made(rows)
+    with patch.object(trace, "_MOST_FULL_SUMS", 0):
+        peak = envelope(short, tau_ns)
+        queue = Backlog(short).at_many([1e9, 1e10])
+    if peak is not None:
+        assert peak.bytes == brute.envelope(packets, tau_ns)
+    assert [each.bytes for each in queue] == pytest.approx(
+        [float(brute.backlog(packets, Fraction(rate) / 8_000_000_000)) for rate in (10**9, 10**10)]
+    )
 
 
 @relaxed

@@ -7,6 +7,7 @@ each metric in turn and keeps the answers together.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -104,13 +105,16 @@ def analyze(trace: Trace, options: AnalysisOptions | None = None) -> Analysis:
     rhythm = find_rhythm(trace)
     observation_ns, observed, observation = _observation(trace, rhythm, options)
     mean_bps = observed * 8e9 / observation_ns if observation_ns else 0.0
+    trace.running  # noqa: B018 - computed once, before threads ask for it
     if not observation_ns:
         warnings.append("all packets carry one time stamp, so no rate can be given")
-    scales = _scales(trace, arrivals, options, mean_bps, rhythm)
-    rates = options.rates_bps
-    if rates is None:
-        highest = next((s.peak.bytes * 8e9 / s.tau_ns for s in scales if s.peak is not None), 0.0)
-        rates = default_rates(mean_bps, max(options.line_rate_bps or 0.0, highest))
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        known = pool.submit(_backlog, arrivals, options.rates_bps) if options.rates_bps else None
+        scales = _scales(trace, arrivals, options, mean_bps, rhythm, pool)
+        if known is None:
+            highest = next((s.peak.bytes * 8e9 / s.tau_ns for s in scales if s.peak is not None), 0.0)
+            rates = default_rates(mean_bps, max(options.line_rate_bps or 0.0, highest))
+        queues = _backlog(arrivals, rates) if known is None else known.result()
     groups, left_out = _groups(trace, options) if options.by else ((), 0)
     return Analysis(
         trace=trace,
@@ -123,7 +127,7 @@ def analyze(trace: Trace, options: AnalysisOptions | None = None) -> Analysis:
         observation=observation,
         mean_rate_bps=mean_bps,
         scales=scales,
-        backlog=tuple(Backlog(arrivals).at_many(rates)),
+        backlog=queues,
         bursts=find_bursts(trace, options.theta_ns),
         rhythm=rhythm,
         gaps=None if options.quick else gap_statistics(trace),
@@ -148,8 +152,17 @@ def _observation(trace: Trace, rhythm: Rhythm | None, options: AnalysisOptions) 
     return rhythm.observation_ns, int(rhythm.bytes.sum()), f"{rhythm.rounds} whole iterations"
 
 
+def _backlog(arrivals: Arrivals, rates_bps: Sequence[float]) -> tuple[Stretch, ...]:
+    return tuple(Backlog(arrivals).at_many(rates_bps))
+
+
 def _scales(
-    trace: Trace, arrivals: Arrivals, options: AnalysisOptions, mean_bps: float, rhythm: Rhythm | None
+    trace: Trace,
+    arrivals: Arrivals,
+    options: AnalysisOptions,
+    mean_bps: float,
+    rhythm: Rhythm | None,
+    pool: ThreadPoolExecutor | None = None,
 ) -> tuple[Scale, ...]:
     def one(tau_ns: int) -> Scale:
         peak = envelope(arrivals, tau_ns)
@@ -169,12 +182,10 @@ def _scales(
             rhythm.period_s * NS_PER_S / tau_ns if rhythm is not None else None,
         )
 
-    trace.running  # noqa: B018 - computed once, before threads ask for it
-    workers = min(4, os.cpu_count() or 1) if native.library() is not None else 1
-    if workers == 1:
+    if pool is None or native.library() is None:
+        # NumPy's sweeps need memory for each thread and gain little from a second one.
         return tuple(one(tau_ns) for tau_ns in options.scales_ns)
-    with ThreadPoolExecutor(workers) as pool:
-        return tuple(pool.map(one, options.scales_ns))
+    return tuple(pool.map(one, options.scales_ns))
 
 
 def _logscale(trace: Trace, rhythm: Rhythm | None, warnings: list[str]) -> Logscale | None:

@@ -332,17 +332,18 @@ void window_sweep(const i64 *t, const u32 *size, i64 n, i64 tau, double *moments
 #define BLOCK 64
 #define SUBBLOCK 8
 
-/* Bytes of the first k packets: from full sums, or from sums modulo 2^32 beside exact ones at every 64th. */
+/* Bytes of the first k packets: from full sums, or from sizes and the sums at every 64th packet. */
 typedef struct {
   const i64 *full;
-  const u32 *shorter;
+  const u32 *size;
   const i64 *exact;
 } sums_type;
 
 static inline i64 total(const sums_type *sums, i64 k) {
   if (sums->full) return sums->full[k];
-  i64 exact = sums->exact[k >> 6];
-  return exact + (u32)(sums->shorter[k] - (u32)exact);
+  i64 sum = sums->exact[k >> 6];
+  for (i64 i = k & ~(i64)63; i < k; i++) sum += sums->size[i];
+  return sum;
 }
 
 /* The first index at or after `from` whose time exceeds `limit`, by doubling steps, then bisection. */
@@ -364,9 +365,9 @@ static inline i64 beyond(const i64 *t, i64 n, i64 from, i64 limit) {
 /* Most bytes in any closed window [t[i], t[i] + tau], and the first i that has them. `reach` has room for one index
  * per block of 64: where the window of its first packet ends, which bounds all windows that start in the block
  * before it; only blocks whose bound is not below the best window found are opened. */
-i64 window_maximum(const i64 *t, i64 n, i64 tau, const i64 *full, const u32 *shorter, const i64 *exact, i64 *reach,
+i64 window_maximum(const i64 *t, i64 n, i64 tau, const i64 *full, const u32 *size, const i64 *exact, i64 *reach,
                    i64 *where) {
-  sums_type sums = {full, shorter, exact};
+  sums_type sums = {full, size, exact};
   i64 best = -1, high = 0, blocks = (n + BLOCK - 1) / BLOCK;
   for (i64 b = 0; b < blocks; b++) {
     i64 first = b * BLOCK;

@@ -212,7 +212,7 @@ def window_maximum(
     loaded: ctypes.CDLL, time_ns: NDArray[np.int64], sums: tuple[NDArray[Any] | None, ...], tau_ns: int
 ) -> tuple[int, int]:
     """Most bytes in any closed window that starts with a packet, and the first such packet. `sums`: running
-    bytes in full, or modulo 2^32 and exact at every 64th."""
+    bytes in full, or the sizes and their sums at every 64th packet."""
     where = np.zeros(1, np.int64)
     reach = np.empty(len(time_ns) // 64 + 1, np.int64)
     addresses = [None if column is None else column.ctypes.data for column in sums]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlfabric.traffic.envelopes import byte_series
-from mlfabric.traffic.trace import NS_PER_S, Trace
+from mlfabric.traffic.trace import NS_PER_S, Trace, pieces
 
 _BINS: Final = 1 << 15
 _LEAST_RESEMBLANCE: Final = 0.3
@@ -107,8 +107,10 @@ def _follow(trace: Trace, series: NDArray[np.int64], bin_ns: int, lag_bins: int)
         phase = np.arange(len(series)) % lag_bins * slots // lag_bins
         load = np.bincount(phase, weights=series, minlength=slots).astype(np.float64)
     else:
-        phase = (times - times[0]) % lag_ns * slots // lag_ns
-        load = np.bincount(phase, weights=trace.size, minlength=slots).astype(np.float64)
+        load = np.zeros(slots)
+        for part, sizes in zip(pieces(times), pieces(trace.size), strict=True):
+            phase = (part - times[0]) % lag_ns * slots // lag_ns
+            load += np.bincount(phase, weights=sizes, minlength=slots)
     quiet_at, quiet_slots = _quietest_run(load)
     margin = max(lag_ns * quiet_slots // (2 * slots), lag_ns // (4 * slots))
     target = int(times[0]) + (quiet_at + quiet_slots) * lag_ns // slots - margin

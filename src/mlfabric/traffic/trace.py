@@ -21,7 +21,7 @@ from mlfabric.traffic.flows import FlowTable, GroupKind, Selection
 NS_PER_S: Final = 1_000_000_000
 # Work on long traces is done in pieces of this many packets, so that no temporary is as long as the trace.
 PIECE: Final = 1 << 20
-# Above this a running sum of 8 bytes per packet is too dear and 4 bytes are made to do.
+# Above this a running sum of 8 bytes per packet is too dear.
 _MOST_FULL_SUMS: Final = 1 << 22
 _BLOCK: Final = 64
 
@@ -47,46 +47,58 @@ class Origin:
 class RunningBytes:
     """Bytes of the first k packets, for any k, exactly.
 
-    Long traces keep the sum modulo 2^32 beside the exact one at every 64th packet: the two together give any
-    exact sum at half the memory.
+    Long traces keep the sum at every 64th packet only and add up the few sizes from there: an eighth of a
+    byte per packet in place of eight.
     """
 
     def __init__(self, size: Sizes) -> None:
         count = len(size)
+        self._size = size
         if count <= _MOST_FULL_SUMS or size.dtype != np.uint32:
             self._full: Times | None = np.zeros(count + 1, np.int64)
             np.cumsum(size, out=self._full[1:], dtype=np.int64)
             return
         self._full = None
-        self._short = np.zeros(count + 1, np.uint32)
         self._exact = np.zeros(count // _BLOCK + 1, np.int64)
-        total = 0
-        for start in range(0, count, PIECE):
-            sums = np.cumsum(size[start : start + PIECE], dtype=np.int64)
-            sums += total
-            self._short[start + 1 : start + 1 + len(sums)] = sums.astype(np.uint32)
+        whole = count // _BLOCK * _BLOCK
+        for start in range(0, whole, PIECE):
+            part = size[start : min(start + PIECE, whole)].reshape(-1, _BLOCK)
             first = start // _BLOCK + 1
-            exact = sums[_BLOCK - 1 :: _BLOCK]
-            self._exact[first : first + len(exact)] = exact
-            total = int(sums[-1])
+            self._exact[first : first + len(part)] = part.sum(axis=1, dtype=np.int64)
+        np.cumsum(self._exact, out=self._exact)
 
     def __call__(self, count: NDArray[np.integer[Any]]) -> Times:
         if self._full is not None:
             return self._full.take(count)
-        exact = self._exact.take(count >> 6)
-        return exact + (self._short.take(count) - exact.astype(np.uint32))
+        return self._exact.take(count // _BLOCK) + self._since_block(count)
+
+    def _since_block(self, count: NDArray[np.integer[Any]]) -> Times:
+        """Bytes from the last 64th packet before each position up to it."""
+        last = len(self._size) - 1
+        ends = np.empty(2 * len(count), np.int64)
+        ends[0::2], ends[1::2] = count // _BLOCK * _BLOCK, count
+        sums = np.add.reduceat(self._size, np.minimum(ends, last), dtype=np.int64)[0::2]
+        # An empty stretch reads as its first packet, and one that ends the trace lacks its last.
+        sums[ends[0::2] == ends[1::2]] = 0
+        short = (ends[1::2] > last) & (ends[0::2] < last)
+        sums[short] += self._size[last]
+        return sums
 
     def columns(self) -> tuple[Times | None, NDArray[np.uint32] | None, Times | None]:
-        """Full sums; or, for long traces, sums modulo 2^32 and exact ones at every 64th packet."""
+        """Full sums; or, for long traces, the sizes and the sums at every 64th packet."""
         if self._full is not None:
             return self._full, None, None
-        return None, self._short, self._exact
+        return None, np.ascontiguousarray(self._size), self._exact
 
     def between(self, first: int, last: int) -> Times:
         """Bytes of the first `first`, `first` + 1, ... `last` packets."""
         if self._full is not None:
             return self._full[first : last + 1]
-        return self(np.arange(first, last + 1))
+        sums = np.empty(last - first + 1, np.int64)
+        sums[0] = self.one(first)
+        np.cumsum(self._size[first:last], out=sums[1:], dtype=np.int64)
+        sums[1:] += sums[0]
+        return sums
 
     def one(self, count: int) -> int:
         return int(self(np.array([count]))[0])
