@@ -164,6 +164,17 @@ def test_jitter_does_not_add_up() -> None:
     assert found.rounds in (38, 39)
 
 
+def test_sparse_packets_with_jitter_still_show_their_period() -> None:
+    # Fewer packets than bins: at the finest bins no two rounds look alike.
+    generator = np.random.default_rng(13)
+    starts = np.arange(12) * 150_000_000 + generator.normal(0, 100_000, 12).astype(np.int64)
+    times = (starts[:, None] + np.arange(60) * 303_000).ravel()
+    found = find_rhythm(Trace.from_arrays(times, np.full(len(times), 1514)))
+    assert found is not None
+    assert found.period_s == pytest.approx(0.15, rel=0.005)
+    assert found.rounds == 11
+
+
 def test_random_traffic_has_no_period() -> None:
     generator = np.random.default_rng(12)
     times = np.cumsum(generator.exponential(50_000, 40_000)).astype(np.int64)

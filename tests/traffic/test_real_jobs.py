@@ -45,10 +45,14 @@ s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
 to = ("10.214.9.100", port)
 s.sendto(b"", ("10.214.9.100", 10))  # resolves the address before it matters
+late = 0.0
 for k in range(rounds):
-    time.sleep(max(0.0, start + phase + k * period - time.monotonic()))
+    due = start + phase + k * period
+    time.sleep(max(0.0, due - time.monotonic()))
+    late = max(late, time.monotonic() - due)
     for _ in range(frames):
         s.sendto(bytes(1472), to)
+print(late)
 """
 
 
@@ -109,18 +113,20 @@ class Lab:
         for space in self.spaces:
             subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
 
-    def run(self, phases_s: list[float]) -> None:
-        """Every sender one job, on a common clock."""
+    def run(self, phases_s: list[float]) -> float:
+        """Every sender one job, on a common clock; how late the latest burst began, in seconds."""
         start = time.monotonic() + 0.7
         senders = [
             subprocess.Popen(
                 ["ip", "netns", "exec", f"{self.name}-s{number}", sys.executable, "-c", _SENDER, str(start),
                  str(phase), str(PERIOD_S), str(ROUNDS), str(FRAMES), "9"],
+                stdout=subprocess.PIPE, text=True,
             )
             for number, phase in enumerate(phases_s)
         ]  # fmt: skip
-        for sender in senders:
-            assert sender.wait(timeout=60) == 0
+        said = [sender.communicate(timeout=60)[0] for sender in senders]
+        assert all(sender.returncode == 0 for sender in senders)
+        return max(float(words) for words in said)
 
     def dropped(self) -> int:
         shown = sh("ip", "netns", "exec", f"{self.name}-m", "tc", "-s", "qdisc", "show", "dev", "p9")
@@ -177,6 +183,8 @@ def job(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Trace:
 
 # At the same time, half over each other, and one after the other.
 _TOGETHER, _PARTLY, _APART = 0.0, 0.009, 0.03
+# Phases are compared, so a run counts only if every burst of every job began when it should.
+_PUNCTUAL_S = 0.002
 
 
 @pytest.mark.parametrize("jobs", [2, 4])
@@ -188,10 +196,15 @@ def test_loss_of_real_jobs_is_as_predicted(lab: Lab, job: Trace, jobs: int, spac
     times, sizes, measured = overlaid([cycle] * jobs, [int(phase * 1e9) for phase in phases])
     # The bucket lets one burst of tokens through before the queue fills.
     predicted = drop_tail(times, sizes, BOTTLENECK_MBIT * 1e6, BUFFER_BYTES + 4000, 0, measured, 2 * measured)
-    before = lab.dropped()
-    lab.run(phases)
     sent = jobs * FRAMES * ROUNDS
-    measured_ratio = (lab.dropped() - before) / sent
+    for _ in range(6):
+        before = lab.dropped()
+        late_s = lab.run(phases)
+        measured_ratio = (lab.dropped() - before) / sent
+        if late_s < _PUNCTUAL_S:
+            break
+    else:
+        pytest.skip(f"the machine is too busy: bursts begin {late_s * 1000:.1f} ms late")
     shown = {
         "jobs": jobs,
         "spacing_s": spacing_s,

@@ -96,13 +96,13 @@ class _Blocks:
         alone[:-1] |= may_begin
         return np.flatnonzero(alone), best
 
-    def overlapping(self, ranges: list[tuple[NDArray[np.int64], NDArray[np.int64]]]) -> _Blocks:
-        """Only the blocks that hold a packet of any of these ranges [begin, end]."""
-        depth = np.zeros(len(self.first) + 1, np.int64)
-        for begin, end in ranges:
-            np.add.at(depth, np.searchsorted(self.first, begin, side="right") - 1, 1)
-            np.add.at(depth, np.searchsorted(self.first, end, side="right"), -1)
-        return self.only(np.flatnonzero(np.cumsum(depth[:-1]) > 0))
+    def mark(self, depth: NDArray[np.int64], begin: NDArray[np.int64], end: NDArray[np.int64]) -> None:
+        """Notes the blocks from each `begin` to each `end`: the running sum of `depth` is above zero
+        there."""
+        # Ranges with one beginning nest: the longest stands for all of them.
+        last = np.append(begin[1:] != begin[:-1], True)
+        np.add.at(depth, np.searchsorted(self.first, begin[last], side="right") - 1, 1)
+        np.add.at(depth, np.searchsorted(self.first, end[last], side="right"), -1)
 
     def only(self, chosen: NDArray[np.integer[Any]]) -> _Blocks:
         return _Blocks(*(getattr(self, each.name)[chosen] for each in fields(self)))
@@ -146,7 +146,7 @@ class Backlog:
         looked_at, chosen, known = self._look(blocks, rate)
         # What stays for higher rates is chosen from all that is left, not from what matters at this one.
         narrowing = floor is not None and looked_at is blocks and len(chosen) > len(blocks.first) // 4
-        busy: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+        busy = np.zeros(len(blocks.first) + 1, np.int64)
         parts = self._all_of(blocks) if narrowing else self._parts(looked_at, chosen, rate, known)
         for part in parts:
             before, after, start, end = self._columns(part)
@@ -164,14 +164,14 @@ class Backlog:
                 ends = np.flatnonzero(after >= floor)
                 began = np.searchsorted(-low, -low[ends])
                 since = np.where(low[ends] >= lowest, lowest_at, _indices(part, began))
-                busy.append((since, _indices(part, ends)))
+                blocks.mark(busy, since, _indices(part, ends))
             if low[-1] < lowest:
                 lowest, lowest_at = float(low[-1]), _index(part, int(np.searchsorted(-low, -low[-1])))
         arrived = self._arrivals.running.one(closing + 1) - self._arrivals.running.one(opening)
         started = self._arrivals.start[opening].item()
         duration = self._arrivals.end[closing].item() - started
         stretch = Stretch(rate_bps, arrived - rate * duration, arrived, duration, started)
-        return stretch, blocks.overlapping(busy) if narrowing else None
+        return stretch, blocks.only(np.flatnonzero(np.cumsum(busy[:-1]) > 0)) if narrowing else None
 
     def _columns(self, part: _Part) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Bytes before and after each packet of a part, and where it starts and ends."""
@@ -181,7 +181,7 @@ class Backlog:
             return sums[:-1], sums[1:], arrivals.start[part], arrivals.end[part]
         start = arrivals.start.take(part)
         end = start if arrivals.end is arrivals.start else arrivals.end.take(part)
-        return arrivals.running(part), arrivals.running(part + 1), start, end
+        return *arrivals.running.around(part), start, end
 
     def _look(self, blocks: _Blocks, rate: float) -> tuple[_Blocks, NDArray[np.intp], float]:
         """Blocks, those of them worth opening, and the best stretch known: first by many blocks at once."""

@@ -18,6 +18,7 @@ from mlfabric.traffic.envelopes import byte_series
 from mlfabric.traffic.trace import NS_PER_S, Trace, pieces
 
 _BINS: Final = 1 << 15
+_COARSER: Final = (1, 4, 16)
 _LEAST_RESEMBLANCE: Final = 0.3
 _NEARLY: Final = 0.85
 _LEAST_ROUNDS: Final = 3
@@ -50,7 +51,7 @@ def find_rhythm(trace: Trace) -> Rhythm | None:
         return None
     bin_ns = max(1, trace.span_ns // _BINS)
     series = byte_series(trace, bin_ns)
-    lag = _likely_lag(series)
+    lag = _best_lag(series)
     if lag is None:
         return None
     lag_bins, resemblance = lag
@@ -70,6 +71,18 @@ def find_rhythm(trace: Trace) -> Rhythm | None:
         sizes,
         _on_share(trace, begins),
     )
+
+
+def _best_lag(series: NDArray[np.int64]) -> tuple[int, float] | None:
+    """The lag in bins and the resemblance there. Jitter hides a rhythm from bins finer than itself, so
+    coarser ones are tried too, and win where they see it clearly better."""
+    best: tuple[int, float] | None = None
+    for factor in _COARSER:
+        whole = len(series) // factor * factor
+        found = _likely_lag(series[:whole].reshape(-1, factor).sum(axis=1))
+        if found is not None and (best is None or found[1] > best[1] + 0.1):
+            best = found[0] * factor, found[1]
+    return best
 
 
 def _likely_lag(sizes: NDArray[np.int64]) -> tuple[int, float] | None:

@@ -100,6 +100,18 @@ class RunningBytes:
         sums[1:] += sums[0]
         return sums
 
+    def around(self, packets: NDArray[np.int64]) -> tuple[Times, Times]:
+        """Bytes before and after each of these packets, which come in runs of neighbours."""
+        if self._full is not None:
+            return self._full.take(packets), self._full.take(packets + 1)
+        sizes = self._size.take(packets)
+        after = np.cumsum(sizes, dtype=np.int64)
+        before = after - sizes
+        begins = np.flatnonzero(np.diff(packets, prepend=-2) != 1)
+        shift = self(packets[begins]) - before[begins]
+        shift = np.repeat(shift, np.diff(begins, append=len(packets)))
+        return before + shift, after + shift
+
     def one(self, count: int) -> int:
         return int(self(np.array([count]))[0])
 
