@@ -24,6 +24,7 @@ PIECE: Final = 1 << 20
 # Above this a running sum of 8 bytes per packet is too dear.
 _MOST_FULL_SUMS: Final = 1 << 22
 _BLOCK: Final = 64
+_TOGETHER: Final = 4096  # positions summed up at once
 
 Times = NDArray[np.int64]
 Sizes = NDArray[Any]  # uint32 from packets, int64 from tables whose rows may be larger
@@ -74,14 +75,14 @@ class RunningBytes:
 
     def _since_block(self, count: NDArray[np.integer[Any]]) -> Times:
         """Bytes from the last 64th packet before each position up to it."""
-        last = len(self._size) - 1
-        ends = np.empty(2 * len(count), np.int64)
-        ends[0::2], ends[1::2] = count // _BLOCK * _BLOCK, count
-        sums = np.add.reduceat(self._size, np.minimum(ends, last), dtype=np.int64)[0::2]
-        # An empty stretch reads as its first packet, and one that ends the trace lacks its last.
-        sums[ends[0::2] == ends[1::2]] = 0
-        short = (ends[1::2] > last) & (ends[0::2] < last)
-        sums[short] += self._size[last]
+        sums = np.empty(len(count), np.int64)
+        last, within = len(self._size) - 1, np.arange(_BLOCK)
+        for start in range(0, len(count), _TOGETHER):
+            some = count[start : start + _TOGETHER, None]
+            packets = some // _BLOCK * _BLOCK + within
+            sizes = self._size.take(np.minimum(packets, last))
+            sizes[packets >= some] = 0
+            sums[start : start + _TOGETHER] = sizes.sum(axis=1, dtype=np.int64)
         return sums
 
     def columns(self) -> tuple[Times | None, NDArray[np.uint32] | None, Times | None]:
