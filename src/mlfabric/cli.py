@@ -12,8 +12,8 @@ import sys
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
+from mlfabric.cli_plain import PlainGroup
 from mlfabric.errors import FabricError
 
 # Where each command or group of commands lives: module and the name of its typer application.
@@ -25,10 +25,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("mlfabric.commands.plan", "app"),
     "scheduler": ("mlfabric.commands.members", "scheduler_app"),
     "story": ("mlfabric.commands.story", "app"),
+    "traffic": ("mlfabric.traffic.cli", "app"),
 }
 
 
-class _LazyGroup(TyperGroup):
+class _LazyGroup(PlainGroup):
     """A command group that imports its commands only when one of them is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:

@@ -1,1 +1,2 @@
-"""Benchmarks of the library's own parts, on instances that follow from a seed."""
+"""Benchmarks: each runs the same work through this package and, where there are any, through its peers, in
+the same run."""

@@ -1,15 +1,17 @@
-"""`mlfabric bench`: one command per benchmark, each in its own module."""
+"""`mlfabric bench ...`: one command per benchmark, each in a module of its own."""
 
 from __future__ import annotations
 
 import typer
 
 from mlfabric.bench import plan
+from mlfabric.bench.capture import bench_capture
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure the library's own parts.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Measure this package's parts, beside their peers where there are any.",
+)
 app.command("plan")(plan.command)
-
-
-@app.callback()
-def _group() -> None:
-    pass
+app.command("capture")(bench_capture)
