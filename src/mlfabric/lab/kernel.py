@@ -6,7 +6,6 @@ cookie is never used twice while the machine runs, so only it may decide what be
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import os
@@ -170,6 +169,14 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
+def network_of(pid: int) -> int | None:
+    """The inode of the network namespace that a process is in; None if it is gone, or not ours to see."""
+    try:
+        return os.stat(f"/proc/{pid}/ns/net").st_ino
+    except OSError:
+        return None
+
+
 def processes_in(inodes: Iterable[int]) -> dict[int, int]:
     """Living processes whose network namespace has one of these inodes: pid to inode, without ourselves."""
     wanted = set(inodes)
@@ -177,10 +184,9 @@ def processes_in(inodes: Iterable[int]) -> dict[int, int]:
     for pid in process_ids():
         if pid == os.getpid():
             continue
-        with contextlib.suppress(OSError):
-            inode = os.stat(f"/proc/{pid}/ns/net").st_ino
-            if inode in wanted and start_ticks(pid) is not None:
-                found[pid] = inode
+        inode = network_of(pid)
+        if inode is not None and inode in wanted and start_ticks(pid) is not None:
+            found[pid] = inode
     return found
 
 

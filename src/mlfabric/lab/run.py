@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mlfabric.errors import FabricError
+from mlfabric.lab import kernel
 from mlfabric.lab.capture import Captured, Captures
 from mlfabric.lab.manifest import versions
 from mlfabric.lab.session import Lab
@@ -29,6 +30,7 @@ from mlfabric.lab.watch import LinkSampler, LogTail
 from mlfabric.scenario import Scenario, dump
 
 _POLL_S: Final = 0.02
+_ENTER_S: Final = 60.0
 BUSY: Final = 0.95  # of the processors' time; above it, figures tell more of the machine than of the network
 
 
@@ -217,6 +219,7 @@ class _Run:
             self._captures.start()
         for rank in self.ranks:
             self._start_rank(rank)
+        self._wait_until_on_hosts(self.ranks)
         self.began, self._began_wall = time.monotonic(), time.time()
         self.lab.play()
 
@@ -274,6 +277,20 @@ class _Run:
         rank.exit_code = None
         if rank.rank not in self._tails and self.options.on_line is not None:
             self._tails[rank.rank] = LogTail(rank.log, partial(self.options.on_line, rank.rank, rank.host))
+
+    def _wait_until_on_hosts(self, ranks: Sequence[Rank]) -> None:
+        """A fault must find the ranks it is meant for: on their hosts, not on the way there."""
+        inodes = {name: entry["inode"] for name, entry in self.lab.record.read()["namespaces"].items()}
+        give_up = time.monotonic() + _ENTER_S
+        for rank in ranks:
+            while rank.process is not None and kernel.network_of(rank.process.pid) != inodes[rank.host]:
+                if kernel.start_ticks(rank.process.pid) is None:
+                    break  # it has ended; judged when it is reaped
+                if time.monotonic() > give_up:
+                    raise FabricError(
+                        f"rank {rank.rank} does not get onto {rank.host}; its log is {rank.log}"
+                    )
+                time.sleep(0.002)
 
     def _unfinished(self) -> bool:
         if any(rank.running for rank in self.ranks):
@@ -337,6 +354,7 @@ class _Run:
                 rank.ended_by_fault = False
                 rank.restarts += 1
                 self._start_rank(rank)
+        self._wait_until_on_hosts([rank for rank in self.ranks if rank.host == host])
 
     def _stop_if_late(self) -> None:
         now = time.monotonic()
