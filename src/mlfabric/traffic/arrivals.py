@@ -7,7 +7,6 @@ starts, ends and running bytes, which is all that envelope and backlog need.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -82,6 +81,3 @@ def wire_bytes(trace: Trace) -> NDArray[np.int64]:
     if trace.origin.layer == "wire":
         return size
     return np.maximum(size, _WIRE_LEAST) + _WIRE_EXTRA
-
-
-ReachFunction = Callable[[Positions], Bytes]

@@ -184,9 +184,3 @@ def _descend_partial(
 
 def _ratio(variance: float, mean: float) -> float | None:
     return None if mean <= 0 else max(0.0, float(variance)) / float(mean)
-
-
-def variance_time(trace: Trace, scales_ns: Sequence[int]) -> list[float | None]:
-    """IDC of bytes at several scales, for a plot."""
-    found = [spread(trace, tau, ()) for tau in scales_ns]
-    return [None if each is None else each.idc_bytes for each in found]

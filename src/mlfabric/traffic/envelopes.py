@@ -163,10 +163,3 @@ def byte_series(trace: Trace, bin_ns: int, origin_ns: int | None = None) -> NDAr
         sums = np.bincount(bins - low, weights=sizes)
         series[low : low + len(sums)] += sums.astype(np.int64)
     return series
-
-
-def packet_series(trace: Trace, bin_ns: int) -> NDArray[np.int64]:
-    if not len(trace):
-        return np.zeros(0, np.int64)
-    bins = (trace.time_ns - trace.time_ns[0]) // bin_ns
-    return np.bincount(bins).astype(np.int64)

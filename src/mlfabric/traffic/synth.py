@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mlfabric.errors import FabricError
 from mlfabric.traffic.capture.writer import Endpoints
-from mlfabric.traffic.flows import NOT_IP, FlowTable, address_words, pack_ports
+from mlfabric.traffic.flows import FlowTable, address_words, pack_ports
 from mlfabric.traffic.trace import NS_PER_S, Origin, Trace
 
 FRAME_BYTES: Final = 1514
@@ -234,6 +234,3 @@ def fractional_noise(count: int, hurst: float, generator: np.random.Generator) -
     size = len(circle)
     noise = generator.normal(size=size) + 1j * generator.normal(size=size)
     return np.asarray(np.fft.fft(np.sqrt(power / size) * noise).real[:count], np.float64)
-
-
-_ = NOT_IP

@@ -244,14 +244,6 @@ def pieces(column: NDArray[Any], length: int = PIECE) -> Iterator[NDArray[Any]]:
         yield column[start : start + length]
 
 
-def merged(traces: Sequence[Trace]) -> Trace:
-    """All packets of several traces on one clock, flows kept apart by trace only through their own
-    numbers."""
-    times = np.concatenate([trace.time_ns + trace.origin_ns for trace in traces])
-    sizes = np.concatenate([trace.size for trace in traces])
-    return Trace.from_arrays(times, sizes, origin=traces[0].origin)
-
-
 def sort_in_pieces(time_ns: Times, columns: Sequence[NDArray[Any]]) -> None:
     """Sorts by time in place, stably. Disorder in captures is local, so pieces between points that no packet
     crosses are sorted alone and nothing as long as the trace is allocated."""
