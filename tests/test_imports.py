@@ -33,6 +33,7 @@ SHELLS = {
     "commands": "the command line",
     "demo": "a program of its own",
     "lab": "real hosts and processes",
+    "traffic": "its live meter reads an interface",
 }
 SHELL_ONLY = frozenset({"socket", "selectors", "threading"})
 
