@@ -344,5 +344,8 @@ def _print_result(result: DemoResult, reports: list[Report]) -> None:
         shown = f"{' / '.join(rates)} Mb/s" if rates else "not limited"
         links.add_row(host, shown, format_size(carried["up"]), format_size(carried["down"]))
     out.print(links)
-    out.print(f"event log: {result.event_log}")
-    out.print(f"one update's story: mlfabric story w0#5 --log {result.event_log}", style="dim")
+    command = os.path.relpath(sys.argv[0]) if os.sep in sys.argv[0] else "mlfabric"
+    out.print(f"event log: {result.event_log}", soft_wrap=True)
+    out.print(
+        f"one update's story: {command} story w0#5 --log {result.event_log}", style="dim", soft_wrap=True
+    )
