@@ -120,3 +120,11 @@ def test_this_test_sees_the_modules_there_are() -> None:
         "mlfabric.roles.orderbook",
         "mlfabric.plan.planner",
     )
+
+
+def test_every_public_name_is_there_and_loaded_when_used() -> None:
+    import mlfabric
+
+    for name in mlfabric.__all__:
+        assert getattr(mlfabric, name).__name__ == name
+    assert set(mlfabric.__all__) <= set(dir(mlfabric))

@@ -33,6 +33,7 @@ _MAX_CYCLES = 16
 _PIECES_FROM_BPS = 100e6  # below, plain frames are few enough
 _SLOW_READING_S = 0.0001  # a reading that took longer was interrupted and says nothing about its time
 _MAX_SOCKETS = 64
+_FORWARDER_START_S = 1.0  # a delayed link's forwarder is a program that may still be starting
 _SO_SNDBUFFORCE = 32
 _SOL_PACKET, _PACKET_VNET_HDR = 263, 15
 _VNET_NEEDS_CHECKSUM, _VNET_TCP4 = 1, 1
@@ -211,7 +212,8 @@ def _watch(load: _Load, end: LinkEnd, received: Callable[[], int], delay_s: floa
     queued = load.queue()
     # The bucket leaves at once, the rest at the link's rate.
     bucket_bytes = end.shape.burst_bytes / load.wire_bytes * load.counted_bytes
-    give_up = time.monotonic() + 2 * delay_s + _BACKLOG_S
+    starting = _FORWARDER_START_S if delay_s else 0.0
+    give_up = time.monotonic() + 2 * delay_s + _BACKLOG_S + starting
     while received() - before < bucket_bytes:
         if time.monotonic() > give_up:
             return None
