@@ -363,6 +363,22 @@ class Places:
     scheduler: str
 
 
+SHIPPED: Final = Path(__file__).parent / "scenarios"
+
+
+def find(name: str | Path) -> Path:
+    """The file of a scenario: a path, or the name of one that is shipped."""
+    if Path(name).exists() or Path(name).suffix or len(Path(name).parts) != 1:
+        return Path(name)
+    shipped = SHIPPED / f"{name}.toml"
+    if shipped.exists():
+        return shipped
+    names = ", ".join(sorted(path.stem for path in SHIPPED.glob("*.toml")))
+    raise ScenarioError(
+        f"there is no file {str(name)!r} and no such scenario is shipped; shipped are {names}"
+    )
+
+
 def load(path: str | Path) -> Scenario:
     """Read and check a scenario file; a ScenarioError names file, line and key of what is wrong."""
     try:
