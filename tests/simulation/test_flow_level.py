@@ -13,6 +13,7 @@ from mlfabric import scenario as scenarios
 from mlfabric.commands.sim import app
 from mlfabric.errors import FabricError, ScenarioError
 from mlfabric.scenario import Scenario, Seconds
+from mlfabric.sim.advice import advise, limiting_hosts
 from mlfabric.sim.estimate import Estimator
 from mlfabric.sim.flows import Flow, share_rates
 from mlfabric.sim.fluid import Fluid, Stream, fill_rates
@@ -163,3 +164,23 @@ def test_training_reaches_a_target_under_the_virtual_clock() -> None:
     (result,) = json.loads(CliRunner().invoke(app, words).stdout)["results"]
     assert 0 < result["time_to_target_s"] < 30
     assert max(right for _, right in result["accuracy"]) >= 0.6
+
+
+def test_advice_names_the_hosts_that_limit_the_steps() -> None:
+    scenario = shortened("skewed", 20)
+    named, share = limiting_hosts(scenario, scenario.job())
+    assert named == ["slow0", "slow1"]
+    assert share == pytest.approx(1.0)
+    advice = advise(scenario, scenario.job())
+    assert "two of eight hosts (slow0, slow1) limit 100% of the steps" in advice.reason
+    assert {each.mode for each in advice.predictions} >= {"sync", "backup", "async", "ssp", "local"}
+    assert advice.use != "one host alone"
+
+
+def test_a_calm_cluster_is_advised_to_stay_fresh() -> None:
+    scenario = shortened("calm", 20)
+    advice = advise(scenario, scenario.job())
+    chosen = next(each for each in advice.predictions if each.mode == advice.use)
+    assert chosen.updates_per_s >= 0.9 * max(
+        each.updates_per_s for each in advice.predictions if each.mode != "local"
+    )

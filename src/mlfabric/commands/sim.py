@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -128,7 +129,7 @@ def _simulate(
         _print(written, results, target if train else None)
 
 
-def _trained(written: Scenario, policy: str, target: float, told: object) -> list[Result]:
+def _trained(written: Scenario, policy: str, target: float, told: Callable[[float], None]) -> list[Result]:
     from mlfabric.sim.training import DigitsLearner, read_digits
 
     digits = read_digits()
@@ -138,10 +139,7 @@ def _trained(written: Scenario, policy: str, target: float, told: object) -> lis
         learners.append(DigitsLearner(digits, workers, target, written.seed))
         return learners[-1]
 
-    def reached() -> bool:
-        return all(learner.everything_reached() for learner in learners)
-
-    results = simulate(written, policy, told, make, reached)  # type: ignore[arg-type]
+    results = simulate(written, policy, told, make)
     done = []
     for result, learner in zip(results, learners, strict=True):
         _, at, curve = learner.best()

@@ -22,9 +22,9 @@ from mlfabric.sim.workload import JobRun
 from mlfabric.topology import Host, Network
 
 # Shards are placed anew if that raises what the servers can take by this factor.
-WORTH_PLACING: Final = 1.25
-# A host serves if its believed rate is at least this share of the best one's; no more than so many do.
-SERVES_FROM: Final = 0.12
+WORTH_PLACING: Final = 1.1
+# A host serves if it has at least this share of what the best one has to spare; no more than so many do.
+SERVES_FROM: Final = 0.25
 MOST_SERVERS: Final = 256
 # A server's own transfers get at least this part of its link.
 OWN_LEAST: Final = 0.25
@@ -67,7 +67,8 @@ class AsyncRun:
         self._behind: deque[tuple[int, Signal]] = deque()
         bound = job.spec.max_delay
         if bound == "auto":
-            bound = 2 * len(job) * job.spec.in_flight
+            # With the pull beside the push a model is read before its reader's last update is in it.
+            bound = (3 if settings.alongside else 2) * len(job) * job.spec.in_flight
         self._bound = bound if isinstance(bound, int) else None
 
     def begin(self) -> None:

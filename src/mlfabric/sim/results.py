@@ -97,7 +97,6 @@ def simulate(
     policy: str,
     progress: Callable[[float], None] | None = None,
     make_learner: Callable[[int], Learner] | None = None,
-    until: Callable[[], bool] | None = None,
 ) -> list[Result]:
     """All jobs of the scenario under the policy; `progress` hears the virtual time."""
     name, spec = find_policy(policy)
@@ -122,8 +121,6 @@ def simulate(
         world.run(duration * part / slices)
         if progress is not None:
             progress(world.now)
-        if until is not None and until():
-            break
     return [_result(run, name) for run in runs]
 
 

@@ -1,9 +1,9 @@
 """Real gradients under the virtual clock: a small classifier of digits, trained as the simulated job goes.
 
 The network carries the scenario's model; what learns is the small one. Every policy is given the same few
-learning rates at once and is judged by the one it does best with, as each way of exchanging updates wants its
-own: a sum of many gradients is one step at the rate of them all together, but no more than `LARGEST_SUM` of
-them, beyond which no rate is stable.
+learning rates at once and is judged by the first to reach the target, as each way of exchanging updates wants
+its own. A sum of many gradients is one step at the rate of them all together, but of no more than
+`LARGEST_SUM` of them, beyond which no rate is stable.
 """
 
 from __future__ import annotations
@@ -40,26 +40,38 @@ class DigitsLearner:
         self._read: list[list[Arrays]] = [[] for _ in range(workers)]
         self._gradients: list[list[Arrays]] = [[] for _ in range(workers)]
         self._since = 0
+        self.done = False  # the first model is at the target; the rest of the run only counts
         self.reached: list[float | None] = [None] * len(RATES)
         self.curves: list[list[tuple[float, float]]] = [[] for _ in RATES]
 
     def read(self, worker: int) -> None:
         # Steps replace arrays and never change them in place, so the old ones may be kept as they are.
-        self._read[worker] = list(self._models)
+        if not self.done:
+            self._read[worker] = list(self._models)
 
     def compute(self, worker: int) -> None:
+        if self.done:
+            return
         batch: Vector = self._rng.integers(0, len(self._digits.labels), BATCH)
         images, labels = self._digits.images[batch], self._digits.labels[batch]
-        self._gradients[worker] = [gradient(model, images, labels)[0] for model in self._read[worker]]
+        with np.errstate(all="ignore"):  # a rate that is too large ends in infinities, and is out then
+            self._gradients[worker] = [
+                gradient(model, images, labels)[0] if model else {} for model in self._read[worker]
+            ]
 
     def apply(self, workers: list[int], weights: list[float], now: float) -> None:
+        if self.done:
+            return
         whole = sum(weights)
         scale = min(whole, LARGEST_SUM) / whole
         for number, rate in enumerate(RATES):
             model = dict(self._models[number])
-            for worker, weight in zip(workers, weights, strict=True):
-                for name, part in self._gradients[worker][number].items():
-                    model[name] = model[name] - np.float32(rate * weight * scale) * part
+            if not model:
+                continue
+            with np.errstate(all="ignore"):
+                for worker, weight in zip(workers, weights, strict=True):
+                    for name, part in self._gradients[worker][number].items():
+                        model[name] = model[name] - np.float32(rate * weight * scale) * part
             self._models[number] = model
         self._since += len(workers)
         if self._since >= LOOK_EVERY:
@@ -68,13 +80,17 @@ class DigitsLearner:
 
     def _look(self, now: float) -> None:
         for number, model in enumerate(self._models):
-            right = accuracy(model, self._digits.test_images, self._digits.test_labels)
+            if not model:
+                continue
+            if not all(np.isfinite(part).all() for part in model.values()):
+                self._models[number] = {}
+                continue
+            with np.errstate(all="ignore"):
+                right = accuracy(model, self._digits.test_images, self._digits.test_labels)
             self.curves[number].append((now, right))
-            if self.reached[number] is None and right >= self._target:
+            if right >= self._target:
                 self.reached[number] = now
-
-    def everything_reached(self) -> bool:
-        return all(at is not None for at in self.reached)
+                self.done = True
 
     def best(self) -> tuple[float, float | None, tuple[tuple[float, float], ...]]:
         """(learning rate, seconds to the target, accuracy against time) of the rate that did best."""
