@@ -151,7 +151,9 @@ class AsyncRun:
         weights = {int(job.up[s]): -change for s, change in moved.items() if change < 0}
         weights |= {int(job.down[s]): change for s, change in moved.items() if change > 0}
         links = np.array(list(weights), dtype=np.intp)
-        stream = job.world.send(links, np.array(list(weights.values())), size)
+        # In large clusters a move gets several streams' part of a link, or it would outlast what it is for.
+        ahead = max(1.0, len(job) / 128)
+        stream = job.world.send(links, np.array(list(weights.values())) / ahead, size * ahead)
         job.tally.moved_bytes += size * sum(change for change in moved.values() if change > 0)
         yield stream.done
         self._set_shares(shares)
