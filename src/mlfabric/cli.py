@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "node": ("mlfabric.commands.members", "node_app"),
     "plan": ("mlfabric.commands.plan", "app"),
     "scheduler": ("mlfabric.commands.members", "scheduler_app"),
+    "sim": ("mlfabric.commands.sim", "app"),
     "story": ("mlfabric.commands.story", "app"),
     "traffic": ("mlfabric.traffic.cli", "app"),
 }

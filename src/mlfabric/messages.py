@@ -110,6 +110,13 @@ class HeartbeatSeen(Message, frozen=True):
     seen_s: float  # scheduler's clock
 
 
+class RatesLearned(Message, frozen=True):
+    """A host's rates as its own transfers showed them, in payload bytes per second."""
+
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+
+
 # Why a node is gone that said good-bye; its connections end by themselves, after what they still carry.
 LEFT = "it left"
 
@@ -540,6 +547,7 @@ class TransferHeader(msgspec.Struct, frozen=True):
 
 ControlMessage = (
     Join | JoinAccepted | JoinRefused | Members | Leave | Heartbeat | HeartbeatSeen | NodeLost
+    | RatesLearned
     | PublishWanted | PublishFirst | PublishRefused | JobReady | LeadShard | FollowShard | ReplicaAssigned
     | ShardReady | Promote | Promoted | LeaderChanged | JobFailed
     | TransferRefused | OfferUpdate | Grant | DropUpdate | OfferAgain | Sequence

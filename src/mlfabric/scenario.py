@@ -395,6 +395,26 @@ class Places:
     scheduler: str
 
 
+SHIPPED: Final = Path(__file__).parent / "scenarios"
+
+
+def shipped_names() -> list[str]:
+    return sorted(path.stem for path in SHIPPED.glob("*.toml"))
+
+
+def find(given: str | Path) -> Path:
+    """The file a path or a shipped name means; a path that exists wins."""
+    path = Path(given)
+    if path.exists() or path.suffix == ".toml" or len(path.parts) > 1:
+        return path
+    shipped = SHIPPED / f"{given}.toml"
+    if shipped.exists():
+        return shipped
+    near = difflib.get_close_matches(str(given), shipped_names(), 1)
+    hint = f"did you mean {near[0]}?" if near else f"shipped are {', '.join(shipped_names())}"
+    raise ScenarioError(f"there is no file {given} and no shipped scenario of that name; {hint}")
+
+
 def load(path: str | Path) -> Scenario:
     """Read and check a scenario file; a ScenarioError names file, line and key of what is wrong."""
     try:
@@ -404,6 +424,11 @@ def load(path: str | Path) -> Scenario:
     except UnicodeDecodeError:
         raise ScenarioError(f"scenario {path} is not a text file in UTF-8") from None
     return parse(text, str(path))
+
+
+def load_named(given: str | Path) -> Scenario:
+    """The scenario of a file, or the shipped one of that name."""
+    return load(find(given))
 
 
 def parse(text: str, source: str = "scenario") -> Scenario:

@@ -6,8 +6,7 @@ import pytest
 
 from mlfabric.errors import FabricError
 from mlfabric.lab.blueprint import CORE, MIN_BURST_BYTES, Shape, draw
-from mlfabric.lab.shipped import load_named, shipped_names
-from mlfabric.scenario import parse
+from mlfabric.scenario import load_named, parse, shipped_names
 
 RACKS = """
 [network]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -24,15 +23,19 @@ MOST_CHART_COLUMNS = 80
 
 @app.command()
 def plan(
-    scenario: Annotated[Path, typer.Argument(help="a scenario file (TOML)")],
+    scenario: Annotated[str, typer.Argument(help="a scenario file (TOML), or the name of a shipped one")],
     explain: Annotated[bool, typer.Option("--explain", help="give each entry's reason and a chart")] = False,
     job: Annotated[str, typer.Option("--job", help="which job of the scenario")] = "",
     policy: Annotated[str, typer.Option("--policy", help="order by another policy")] = "",
+    advise: Annotated[bool, typer.Option("--advise", help="say which mode of training to use")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Show what the planner would do with the updates that wait in a scenario."""
-    written = scenarios.load(scenario)
+    written = scenarios.load(scenarios.find(scenario))
     spec = written.job(job or None)
+    if advise:
+        _advise(written, spec, as_json)
+        return
     state, offers = situation(written, spec, policy)
     planned = plan_updates(written.planned_network(), (), state, offers, 0.0)
     if as_json:
@@ -73,6 +76,31 @@ def situation(written: Scenario, spec: JobSpec, policy: str = "") -> tuple[JobSt
         weight=spec.weight,
     )
     return state, offers
+
+
+def _advise(written: Scenario, spec: JobSpec, as_json: bool) -> None:
+    from mlfabric.sim.advice import advise
+
+    advice = advise(written, spec)
+    if as_json:
+        print_json(advice)
+        return
+    out = console()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("mode", "updates/s", "delay", "p99", "sent per update", "how"):
+        table.add_column(column, justify="left" if column in ("mode", "how") else "right")
+    for each in advice.predictions:
+        table.add_row(
+            each.mode,
+            f"{each.updates_per_s:.3g}",
+            f"{each.delay_mean:.1f}",
+            f"{each.delay_p99:.0f}",
+            format_size(each.bytes_per_update),
+            each.about,
+            style="bold" if each.mode == advice.use else "",
+        )
+    out.print(table)
+    out.print(f"Use {advice.use}: {advice.reason}.")
 
 
 @dataclass(frozen=True, slots=True)

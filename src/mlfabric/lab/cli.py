@@ -16,7 +16,8 @@ from mlfabric.errors import FabricError
 from mlfabric.lab.record import Record, find, lab_name, labs_folder, records
 from mlfabric.lab.run import Progress, RunOptions, place_ranks
 from mlfabric.lab.session import Lab, take_down
-from mlfabric.lab.shipped import load_named, scenario_path
+from mlfabric.scenario import find as scenario_path
+from mlfabric.scenario import load_named
 from mlfabric.units import format_rate, format_size, format_time, parse_time
 
 app = typer.Typer(

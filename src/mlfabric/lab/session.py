@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from mlfabric.errors import FabricError
 from mlfabric.lab.record import Record, find, lab_name
-from mlfabric.lab.shipped import load_named
-from mlfabric.scenario import Scenario
+from mlfabric.scenario import Scenario, load_named
 from mlfabric.units import parse_rate, parse_size
 
 if TYPE_CHECKING:

@@ -40,6 +40,7 @@ from mlfabric.messages import (
     PullFailed,
     PullServed,
     PullWanted,
+    RatesLearned,
     ReduceWanted,
     ReplicaAssigned,
     Replicate,
@@ -132,6 +133,9 @@ class Scheduler:
                 return [Send(sender, "member", NodeLost(sender, LEFT)), *self._lost(sender, LEFT, now)]
             case Heartbeat(sent_s=sent):
                 return [Send(sender, "member", HeartbeatSeen(sent, now))]
+            case RatesLearned():
+                self._learn_rates(sender, message)
+                return []
         job = self._job_of(sender)
         if job is None:
             return []
@@ -191,6 +195,13 @@ class Scheduler:
             *self._begin_model(job),
             *self._find_replicas(job),
         ]
+
+    def _learn_rates(self, sender: str, learned: RatesLearned) -> None:
+        """Plan with what a host's transfers showed; nonsense is not believed."""
+        member = self._members.get(sender)
+        up, down = learned.up_bytes_per_s, learned.down_bytes_per_s
+        if member is not None and 0 < up < MAX_RATE and 0 < down < MAX_RATE:
+            self._network = self._network.with_host(Host(member.host, up, down, member.rack))
 
     def _announce(self) -> list[Action]:
         everybody = Members(tuple(self._members[name] for name in sorted(self._members)))

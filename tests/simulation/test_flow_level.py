@@ -1,0 +1,186 @@
+"""Runs at flow level: rates against the plain form, laws of the policies, and the commands."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from mlfabric import scenario as scenarios
+from mlfabric.commands.sim import app
+from mlfabric.errors import FabricError, ScenarioError
+from mlfabric.scenario import Scenario, Seconds
+from mlfabric.sim.advice import advise, limiting_hosts
+from mlfabric.sim.estimate import Estimator
+from mlfabric.sim.flows import Flow, share_rates
+from mlfabric.sim.fluid import Fluid, Stream, fill_rates
+from mlfabric.sim.results import POLICIES, simulate
+from mlfabric.sim.workload import resize
+from mlfabric.topology import Host, Link, Network
+
+
+def shortened(name: str, seconds: float, workers: int | None = None) -> Scenario:
+    written = scenarios.load(scenarios.find(name))
+    if workers is not None:
+        written = resize(written, workers)
+    return msgspec.structs.replace(written, duration=Seconds(seconds))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rates_equal_the_plain_form(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    hosts = [f"h{i}" for i in range(rng.integers(2, 8))]
+    network = Network.of(Host(n, float(rng.integers(1, 9)), float(rng.integers(1, 9))) for n in hosts)
+    world = Fluid(network)
+    flows, streams = [], []
+    for number in range(int(rng.integers(1, 15))):
+        source, target = rng.choice(len(hosts), 2, replace=False)
+        path = network.path(hosts[source], hosts[target])
+        pace = float(rng.choice([0.5, 2.0, np.inf]))
+        flows.append(Flow(str(number), path, 1.0, pace))
+        links = np.array([world.index[link] for link in path])
+        streams.append(Stream(links, np.ones(len(links)), 1.0, pace))
+    share_rates(flows, {link: network.capacity(link) for link in network.links()})
+    rates, used = fill_rates(streams, world.capacity)
+    assert rates == pytest.approx([flow.rate for flow in flows], rel=1e-6)
+    assert (used <= world.capacity * (1 + 1e-9)).all()
+
+
+def test_a_stream_takes_its_size_over_the_narrowest_link() -> None:
+    world = Fluid(Network.of([Host("a", 10.0, 10.0), Host("b", 10.0, 2.0)]))
+    links = np.array([world.index[Link("a", "up")], world.index[Link("b", "down")]])
+    done = world.send(links, np.ones(2), 10.0).done
+    fired = []
+    for until in (4.9, 5.1):
+        world.run(until)
+        fired.append(done.fired)
+    assert fired == [False, True]
+    assert world.carried[links] == pytest.approx([10.0, 10.0])
+
+
+def test_beliefs_follow_a_link_down_at_once_and_up_by_probing() -> None:
+    world = Fluid(Network.of([Host("a", 1e8, 1e8), Host("b", 1e8, 1e8)]))
+    estimator = Estimator(world)
+    up = world.index[Link("a", "up")]
+    links = np.array([up, world.index[Link("b", "down")]])
+    stream = world.send(links, np.ones(2), 1e12)
+    world.set_capacity(Link("a", "up"), 1e7)
+    world.run(0.1)
+    estimator.observe()
+    assert estimator.believed[up] == pytest.approx(1e7)
+    world.set_capacity(Link("a", "up"), 1e8)
+    world.set_pace(stream, 1e7)
+    world.run(0.2)
+    estimator.observe()
+    assert 1e7 < estimator.believed[up] < 1.3e7
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_equal_seeds_give_equal_runs(policy: str) -> None:
+    scenario = shortened("dynamic-stragglers", 10)
+    assert simulate(scenario, policy) == simulate(scenario, policy)
+
+
+def test_mean_delay_is_one_less_than_the_workers_whatever_the_order() -> None:
+    """Holds for any order in which each worker pulls at its own commit; here nothing is dropped."""
+    scenario = shortened("stragglers", 60)
+    for policy in ("fcfs-1", "uniform-shards"):
+        (result,) = simulate(scenario, policy)
+        assert result.delay_mean == pytest.approx(7, abs=0.2)
+
+
+def test_nobody_exceeds_the_delay_bound_when_updates_are_planned() -> None:
+    scenario = shortened("dynamic-stragglers", 30)
+    job = msgspec.structs.replace(scenario.jobs[0], max_delay=9)
+    (result,) = simulate(msgspec.structs.replace(scenario, jobs=(job,)), "backup")
+    assert result.delay_max <= 9 + 8  # an exchange under way may add its own members
+
+
+def test_a_ring_on_calm_links_takes_its_formula() -> None:
+    scenario = shortened("calm", 60)
+    job = msgspec.structs.replace(scenario.jobs[0], compute_jitter=0.0)
+    scenario = msgspec.structs.replace(scenario, jobs=(job,))
+    (result,) = simulate(scenario, "ring")
+    transfer = scenario.compute_s(job) / 1.75
+    assert result.steps_per_s == pytest.approx(1 / (transfer * (1.75 + 2 * 7 / 8)), rel=0.02)
+
+
+def test_planned_modes_lead_where_links_change_and_steps_straggle() -> None:
+    scenario = shortened("dynamic-stragglers", 60)
+    rate = {
+        policy: simulate(scenario, policy)[0].updates_per_s
+        for policy in ("fcfs-1", "ring", "uniform-shards", "mlfabric-alongside")
+    }
+    assert rate["mlfabric-alongside"] > 2 * max(rate["fcfs-1"], rate["ring"], rate["uniform-shards"])
+
+
+@pytest.mark.parametrize("path", sorted(scenarios.SHIPPED.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_shipped_scenario_is_valid(path: object) -> None:
+    scenario = scenarios.load(str(path))
+    assert scenario.host_links()
+    assert float(scenario.duration) > 0
+
+
+def test_jobs_share_one_network() -> None:
+    results = simulate(shortened("many-jobs", 70, 4), "mlfabric")
+    assert [result.job for result in results] == ["vision", "large", "late"]
+    assert all(result.committed > 0 for result in results)
+
+
+def test_unknown_names_are_told_in_a_sentence() -> None:
+    with pytest.raises(ScenarioError, match="did you mean calm"):
+        scenarios.find("clam")
+    with pytest.raises(FabricError, match="unknown policy 'best'; known are mlfabric"):
+        simulate(shortened("calm", 1), "best")
+
+
+def test_compare_prints_a_row_per_policy_and_json() -> None:
+    words = ["compare", "calm", "--duration", "5s", "--policies", "ring,mlfabric"]
+    shown = CliRunner().invoke(app, words)
+    assert shown.exit_code == 0, shown.output
+    assert "ring" in shown.output
+    told = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
+    assert [result["policy"] for result in told["results"]] == ["ring", "mlfabric"]
+    assert told["results"][0]["updates_per_s"] > 0
+
+
+def test_training_reaches_a_target_under_the_virtual_clock() -> None:
+    pytest.importorskip("sklearn")
+    words = [
+        "run",
+        "calm",
+        "--duration",
+        "30s",
+        "--policy",
+        "mlfabric",
+        "--train",
+        "--target",
+        "0.6",
+        "--json",
+    ]
+    (result,) = json.loads(CliRunner().invoke(app, words).stdout)["results"]
+    assert 0 < result["time_to_target_s"] < 30
+    assert max(right for _, right in result["accuracy"]) >= 0.6
+
+
+def test_advice_names_the_hosts_that_limit_the_steps() -> None:
+    scenario = shortened("skewed", 20)
+    named, share = limiting_hosts(scenario, scenario.job())
+    assert named == ["slow0", "slow1"]
+    assert share == pytest.approx(1.0)
+    advice = advise(scenario, scenario.job())
+    assert "two of eight hosts (slow0, slow1) limit 100% of the steps" in advice.reason
+    assert {each.mode for each in advice.predictions} >= {"sync", "backup", "async", "ssp", "local"}
+    assert advice.use != "one host alone"
+
+
+def test_a_calm_cluster_is_advised_to_stay_fresh() -> None:
+    scenario = shortened("calm", 20)
+    advice = advise(scenario, scenario.job())
+    chosen = next(each for each in advice.predictions if each.mode == advice.use)
+    assert chosen.updates_per_s >= 0.9 * max(
+        each.updates_per_s for each in advice.predictions if each.mode != "local"
+    )
