@@ -177,3 +177,11 @@ def test_a_worker_that_waits_for_a_pull_is_not_forgotten_when_the_model_comes_la
 def test_a_name_that_is_taken_is_refused(fabric: Fabric) -> None:
     with pytest.raises(mf.ConnectError, match="the name w1 is taken"):
         mf.join(fabric.address, job="local", name="w1", timeout=2)
+
+
+def test_members_that_do_not_work_take_no_part_in_an_all_reduce() -> None:
+    with (
+        mf.join("127.0.0.1:0", job="j", name="w0", scheduler=True, expected=2) as worker,
+        mf.join(worker.address, job="j", name="s0", roles=("server",), expected=2),
+    ):
+        assert worker.all_reduce(np.ones(3), timeout=10).tolist() == [1.0, 1.0, 1.0]

@@ -31,10 +31,10 @@ class Reductions:
         operation = self._operations.setdefault(message.operation, _Operation(now + PENDING_S))
         operation.wanted[node] = message
 
-    def check(self, number: int, workers: Sequence[str], expected: int) -> list[Action]:
+    def check(self, number: int, workers: Sequence[str], absent: int) -> list[Action]:
         """Plan the operation once everybody has come; everybody hears of it if they disagree."""
         operation = self._operations[number]
-        if len(workers) < expected or any(name not in operation.wanted for name in workers):
+        if absent or any(name not in operation.wanted for name in workers):
             return []
         del self._operations[number]
         first = operation.wanted[workers[0]]
@@ -50,7 +50,7 @@ class Reductions:
         plan = ReducePlan(number, tuple(workers), cuts, "equal shares")
         return [Send(name, "reducer", plan) for name in workers]
 
-    def tell_pending(self, workers: Sequence[str], expected: int, now: float) -> list[Action]:
+    def tell_pending(self, workers: Sequence[str], absent: int, now: float) -> list[Action]:
         actions: list[Action] = []
         for number, operation in self._operations.items():
             if now < operation.tell_at:
@@ -58,7 +58,7 @@ class Reductions:
             operation.tell_at = now + PENDING_S
             missing = tuple(name for name in workers if name not in operation.wanted)
             if not missing:
-                missing = (f"{expected - len(workers)} workers that have not joined",)
+                missing = (f"{absent} workers that have not joined",)
             pending = ReducePending(number, missing)
             actions += [Send(name, "reducer", pending) for name in sorted(operation.wanted)]
         return actions

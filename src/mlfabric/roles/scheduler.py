@@ -82,12 +82,10 @@ class _Job:
     placed: bool = False
     book: OrderBook | None = None
     ready: bool = False
-    waiting: dict[str, PublishWanted] = field(default_factory=dict)  # who published too and waits for ready
     pulls: dict[str, _Pulling] = field(default_factory=dict)
     early_pulls: list[tuple[str, PullWanted]] = field(default_factory=list)
     reductions: Reductions = field(default_factory=Reductions)
     promoting: dict[int, tuple[str, str]] = field(default_factory=dict)  # shard -> (replica, reason)
-    replicating: set[int] = field(default_factory=set)
     failed: str | None = None
 
 
@@ -143,7 +141,7 @@ class Scheduler:
             return self._publish(job, sender, message)
         if isinstance(message, ReduceWanted):
             job.reductions.want(sender, message, now)
-            return job.reductions.check(message.operation, self._workers(job), job.expected)
+            return job.reductions.check(message.operation, self._workers(job), self._absent(job))
         if isinstance(message, PullWanted):
             return self._pull(job, sender, message, now)
         book = job.book
@@ -235,7 +233,6 @@ class Scheduler:
             *(Send(name, "member", NodeLost(node, reason)) for name in sorted(self._members)),
             *self._announce(),
         ]
-        job.waiting.pop(node, None)
         for pull in [name for name, pulling in job.pulls.items() if pulling.node == node]:
             del job.pulls[pull]
         actions += job.reductions.fail(f"{node} was lost ({reason})" if reason != LEFT else f"{node} left")
@@ -265,8 +262,7 @@ class Scheduler:
             return [Send(sender, "worker", PublishRefused(reason))]
         if job.ready:
             return [Send(sender, "worker", self._ready_message(job))]
-        job.waiting[sender] = message
-        return []
+        return []  # everybody hears when the model is in place
 
     def _begin_model(self, job: _Job) -> list[Action]:
         """Choose leaders and replicas once the model is known and everybody expected is there."""
@@ -358,7 +354,6 @@ class Scheduler:
         ready = self._ready_message(job)
         actions: list[Action] = [Note("job-ready", f"the model of job {job.name} is in place")]
         actions += [Send(name, "worker", ready) for name in sorted(self._members_of(job))]
-        job.waiting.clear()
         early, job.early_pulls = job.early_pulls, []
         return [*actions, *(action for node, pull in early for action in self._pull(job, node, pull, now))]
 
@@ -403,14 +398,12 @@ class Scheduler:
         self._fail_overs += 1
         shard = job.book.shards[message.shard]
         shard.range = msgspec.structs.replace(shard.range, leader=sender, epoch=message.epoch, replica=None)
-        shard.version, shard.replica_version, shard.divergence = message.version, None, 0.0
+        shard.version = message.version
         shard.replica_filled = False
         survived = AppliedSet(message.applied)
         lost = tuple(sorted(update for update in shard.undurable if update not in survived))
         shard.undurable.clear()
         shard.fail_overs.append(Version(message.epoch, message.version))
-        for pulling in job.pulls.values():
-            pulling.shards.discard(message.shard)
         job.pulls.clear()  # workers ask again when they hear of the new leader
         actions: list[Action] = [
             Note(
@@ -534,11 +527,15 @@ class Scheduler:
     def _workers(self, job: _Job) -> list[str]:
         return sorted(n for n, member in self._members_of(job).items() if "worker" in member.roles)
 
+    def _absent(self, job: _Job) -> int:
+        """Members the job is known to have that have not joined yet."""
+        return max(job.expected - len(self._members_of(job)), 0)
+
     def _tell_pending(self, now: float) -> list[Action]:
         return [
             action
             for job in self._jobs.values()
-            for action in job.reductions.tell_pending(self._workers(job), job.expected, now)
+            for action in job.reductions.tell_pending(self._workers(job), self._absent(job), now)
         ]
 
     # --- time and state ---------------------------------------------------------------------------------
