@@ -20,13 +20,13 @@ from mlfabric.config import Settings, format_address, from_environment
 from mlfabric.data import ArrayData
 from mlfabric.errors import FabricError
 from mlfabric.eventlog import FileLog, LogSink, NoLog
-from mlfabric.messages import JobSettings, MemberInfo, RuleSpec
+from mlfabric.messages import MEMBER_ROLES, JobSettings, MemberInfo, RuleSpec
 from mlfabric.numerics import Rule, Vector, make_rule
 from mlfabric.roles.actions import MemberSettings, SchedulerSettings
 from mlfabric.runtime.engine import Engine, Traffic
 from mlfabric.runtime.probe import find_scheduler
 
-ALL_ROLES = ("worker", "aggregator", "server", "replica")
+ALL_ROLES = MEMBER_ROLES
 # How long calls wait where the caller does not say.
 PATIENCE_S = 60.0
 

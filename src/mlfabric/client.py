@@ -91,7 +91,6 @@ class Client:
         self.layout: Layout | None = None
         self.settings: JobSettings | None = None
         self.shard_ranges: tuple[tuple[int, int], ...] = ()
-        self.state_vectors = 0
         self.failed: str | None = None
         self.lost: list[str] = []
         self.rule_spec = RuleSpec("Sum")

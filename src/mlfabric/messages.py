@@ -11,7 +11,13 @@ from buffer to buffer; their header says what they are about. Names used through
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Final
+
 import msgspec
+
+# What a member may be used for.
+MEMBER_ROLES: Final = ("worker", "aggregator", "server", "replica")
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -24,6 +30,11 @@ class Version(msgspec.Struct, frozen=True, array_like=True, order=True):
 
     def __str__(self) -> str:
         return str(self.count) if self.epoch == 0 else f"{self.epoch}:{self.count}"
+
+
+def count_at(base: Version, fail_overs: Iterable[Version]) -> int:
+    """The count an update was computed from; what a later fail-over undid counts as where it began."""
+    return min((base.count, *(start.count for start in fail_overs if start.epoch > base.epoch)))
 
 
 class ShardRange(msgspec.Struct, frozen=True):
@@ -70,7 +81,7 @@ class MemberInfo(msgspec.Struct, frozen=True):
     node: str
     host: str
     address: str  # "ip:port", empty in the simulator
-    roles: tuple[str, ...]  # of "worker", "aggregator", "server", "replica"
+    roles: tuple[str, ...]  # of MEMBER_ROLES
     up_bytes_per_s: float
     down_bytes_per_s: float
     job: str = "job"

@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -472,9 +472,6 @@ def _toml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(_toml(item) for item in value)}]"
     return json.dumps(value)
-
-
-Spec = TypeVar("Spec")
 
 
 def _complaints(scenario: Scenario) -> Iterator[tuple[KeyPath, str]]:

@@ -10,10 +10,9 @@ from typing import Annotated
 
 import typer
 
-from mlfabric.api import ALL_ROLES, join_with
+from mlfabric.api import join_with
 from mlfabric.config import format_address, from_environment, parse_address
 from mlfabric.data import ArrayData
-from mlfabric.errors import FabricError
 from mlfabric.eventlog import FileLog, NoLog
 from mlfabric.roles.actions import SchedulerSettings
 from mlfabric.runtime.engine import Engine
@@ -65,9 +64,6 @@ def node(
 ) -> None:
     """Join a fabric as a host that aggregates, serves or follows, without training itself."""
     wanted = tuple(role.strip() for role in roles.split(",") if role.strip())
-    for role in wanted:
-        if role not in ALL_ROLES:
-            raise FabricError(f"unknown role {role!r}; roles are {', '.join(ALL_ROLES)}")
     settings = from_environment(
         address,
         job=job,

@@ -32,6 +32,7 @@ from mlfabric.messages import (
     SlotWithdrawn,
     Version,
     WithdrawSlot,
+    count_at,
 )
 from mlfabric.plan.planner import plan_updates
 from mlfabric.plan.values import Group, JobState, Offer, Placed, Plan, Reserved, Shard
@@ -60,16 +61,10 @@ class ShardBook:
 
     range: ShardRange
     version: int = 0
-    divergence: float = 0.0
-    replica_version: int | None = None
     ready: bool = False
     replica_filled: bool = False
     fail_overs: list[Version] = field(default_factory=list)
     undurable: dict[str, int] = field(default_factory=dict)  # update -> version, not at the replica yet
-
-    def base_count(self, base: Version) -> int:
-        since = (start.count for start in self.fail_overs if start.epoch > base.epoch)
-        return min((base.count, *since))
 
 
 @dataclass(slots=True)
@@ -173,8 +168,6 @@ class OrderBook:
         if report.epoch != book.range.epoch:
             return []
         book.version = max(book.version, report.version)
-        book.divergence = report.divergence
-        book.replica_version = report.replica_version
         held = report.replica_version if report.replica_version is not None else report.version
         book.undurable.update(dict.fromkeys(report.updates, report.version))
         book.undurable = {update: at for update, at in book.undurable.items() if at > held}
@@ -280,7 +273,8 @@ class OrderBook:
         for waiting in self._decidable():
             offer = waiting.offer
             behind = max(
-                placed[index] - self.shards[index].base_count(offer.bases[index]) for index in self.shards
+                placed[index] - count_at(offer.bases[index], self.shards[index].fail_overs)
+                for index in self.shards
             )
             offers.append(
                 Offer(

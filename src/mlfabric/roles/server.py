@@ -45,6 +45,7 @@ from mlfabric.messages import (
     UpdateRefused,
     Version,
     WithdrawSlot,
+    count_at,
 )
 from mlfabric.roles.actions import (
     AcceptTransfer,
@@ -346,9 +347,7 @@ class Server:
         return True
 
     def _base_count(self, member: MemberUpdate) -> int:
-        """The version it was computed from; versions a fail-over undid count as where the fail-over began."""
-        since = (start.count for start in self._settings.fail_overs if start.epoch > member.base.epoch)
-        return min((member.base.count, *since))
+        return count_at(member.base, self._settings.fail_overs)
 
     def _complain(self, waiting: list[_Place], now: float) -> list[Action]:
         actions: list[Action] = []

@@ -18,6 +18,7 @@ from mlfabric.errors import FabricError
 from mlfabric.eventlog import LogSink, NoLog
 from mlfabric.events import Event
 from mlfabric.messages import (
+    MEMBER_ROLES,
     ControlMessage,
     HeartbeatSeen,
     MemberInfo,
@@ -30,8 +31,6 @@ from mlfabric.numerics import Vector
 from mlfabric.roles.actions import Action, MemberSettings, SchedulerSettings
 from mlfabric.sim.flows import Flow, share_rates
 from mlfabric.topology import Network
-
-ALL_ROLES = ("worker", "aggregator", "server", "replica")
 
 # A process: yields a number of seconds to sleep, or an answer to wait for.
 Process = Generator[float | Answer, Any, None]
@@ -127,7 +126,7 @@ class Simulation:
         name: str,
         host: str,
         scheduler: str,
-        roles: tuple[str, ...] = ALL_ROLES,
+        roles: tuple[str, ...] = MEMBER_ROLES,
         job: str = "job",
         expected: int = 0,
         data: DataPlane | None = None,
