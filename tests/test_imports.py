@@ -15,11 +15,24 @@ ROOT = Path(mlfabric.__file__).parent
 IMPURE = frozenset(
     {"socket", "selectors", "time", "random", "secrets", "threading", "asyncio", "logging", "concurrent"}
 )
-PURE = ("plan", "roles")
+PURE = ("plan", "roles", "collective")
 # Parts that must not know of each other: who -> whom not.
 STRANGERS = {
     "plan": ("roles", "runtime", "sim", "lab", "torch", "api", "client", "cli", "config", "node"),
     "roles": ("runtime", "sim", "lab", "torch", "api", "client", "cli", "config", "node", "data", "eventlog"),
+    "collective": (
+        "runtime",
+        "sim",
+        "lab",
+        "torch",
+        "api",
+        "client",
+        "cli",
+        "config",
+        "node",
+        "roles",
+        "plan",
+    ),
     "sim": ("runtime", "lab", "torch", "api", "cli", "config"),
     "runtime": ("sim", "lab", "torch", "api", "cli"),
     "traffic": ("plan", "roles", "runtime", "sim", "lab", "torch", "api", "client", "node"),

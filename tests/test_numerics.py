@@ -294,24 +294,6 @@ def test_transfers_that_have_no_place_get_one_sentence(
         data.incoming("here" if start is not None else "there", dtype, size, start)
 
 
-@given(seeds, st.integers(1, 6))
-def test_pieces_are_summed_in_rank_order_whatever_way_they_came(seed: int, ranks: int) -> None:
-    draw = np.random.default_rng(seed)
-    parts = [draw.normal(size=4).astype(np.float32) * 10 ** draw.integers(0, 6) for _ in range(ranks)]
-    results = []
-    for own in range(ranks):
-        data = ArrayData()
-        data.put("mine", np.concatenate([np.zeros(2, np.float32), parts[own], np.zeros(1, np.float32)]))
-        names = ["" if rank == own else f"p{rank}" for rank in range(ranks)]
-        for rank in draw.permutation([r for r in range(ranks) if r != own]):
-            data.put(f"p{rank}", parts[rank].copy())
-        data.sum_pieces("mine", 2, 4, names)
-        results.append(data.take("mine"))
-    assert all(result.tobytes() == results[0].tobytes() for result in results)
-    np.testing.assert_allclose(results[0][2:6], np.sum(parts, axis=0), rtol=1e-3)
-    assert not results[0][[0, 1, 6]].any()
-
-
 def test_a_mirrored_shard_can_be_read_from_its_file(tmp_path: Path) -> None:
     data = ArrayData(mirror=tmp_path)
     data.create_shard(ShardRange(2, 0, 3, "s0"), RuleSpec("Sum"), "float32")

@@ -155,12 +155,8 @@ class Fabric:
     def all_reduce(self, array: Vector, timeout: float | None = PATIENCE_S) -> Vector:
         """Sum an array over all workers of the job, in place; bit-identical everywhere."""
         self._check_open()
-        number, answer = self._client.all_reduce(array)
-        _wait(
-            answer,
-            timeout,
-            lambda: f"all-reduce {number} is not complete: {self._client.waiting_for(number)}",
-        )
+        call = self._client.all_reduce(array)
+        _wait(call.answer, timeout, lambda: f"all-reduce is not complete: {self._engine.waiting_for(call)}")
         return array
 
     def state_dict(self, timeout: float | None = PATIENCE_S) -> dict[str, Any]:

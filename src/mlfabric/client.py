@@ -15,16 +15,19 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from mlfabric.collective.arithmetic import numpy_combine
+from mlfabric.collective.operations import Operation, all_reduce
+from mlfabric.collective.switchboard import Switchboard
 from mlfabric.data import WIRE_DTYPES
 from mlfabric.errors import FabricError, ShapeMismatch
 from mlfabric.events import (
     DurabilityRequested,
     Event,
+    GroupRequested,
     JoinRequested,
     LeaveRequested,
     PublishRequested,
     PullRequested,
-    ReduceRequested,
     UpdateSubmitted,
 )
 from mlfabric.messages import JobSettings, RuleSpec, Version, update_id
@@ -33,13 +36,13 @@ from mlfabric.numerics import Layout, Rule, Sum, Vector
 from mlfabric.roles.actions import (
     Action,
     FailJob,
+    GroupWaits,
     JobBecameReady,
-    ReduceWaits,
     ResolveDurable,
+    ResolveGroup,
     ResolveJoin,
     ResolvePublish,
     ResolvePull,
-    ResolveReduce,
     ResolveUpdate,
 )
 
@@ -78,15 +81,49 @@ class Model:
 Answer = Future[Any]
 
 
+@dataclass(frozen=True, slots=True)
+class GroupHandle:
+    """A group this node is in."""
+
+    number: int
+    name: str
+    nodes: tuple[str, ...]
+    rank: int
+
+    @property
+    def size(self) -> int:
+        return len(self.nodes)
+
+
+class OperationCall:
+    """A collective call: its answer, and whom it waits for."""
+
+    def __init__(self) -> None:
+        self.answer: Answer = Future()
+        self.group = ""
+        self.sequence = -1  # not yet in its group
+
+
 class Client:
     """Calls of one application thread or generator; `post` carries an event to the node's own thread."""
 
-    def __init__(self, node: Node, post: Callable[[str, Event, Callable[[], None]], None]) -> None:
+    def __init__(
+        self,
+        node: Node,
+        post: Callable[[str, Event, Callable[[], None]], None],
+        call: Callable[[Callable[[], None]], None],
+        board: Switchboard,
+    ) -> None:
         self._node = node
         self._post = post
+        self._call = call  # have something done on the node's own thread
+        self._board = board
+        self._groups: dict[str, GroupHandle] = {}
+        self._uses: dict[str, list[tuple[Callable[[GroupHandle], None], Answer]]] = {}
+        self._missing: dict[str, tuple[str, ...]] = {}  # who a group waits for, by its name
         self._answers: dict[str, Answer] = {}
         self._lock = threading.Lock()
-        self._numbers = {"update": 0, "pull": 0, "reduce": 0}
+        self._numbers = {"update": 0, "pull": 0}
         self.label = ""
         self.layout: Layout | None = None
         self.settings: JobSettings | None = None
@@ -94,7 +131,6 @@ class Client:
         self.failed: str | None = None
         self.lost: list[str] = []
         self.rule_spec = RuleSpec("Sum")
-        self._pending_reduces: dict[int, tuple[str, ...]] = {}
 
     # --- calls ------------------------------------------------------------------------------------------
 
@@ -153,21 +189,92 @@ class Client:
     def durable(self, update: str) -> Answer:
         return self._ask(f"durable/{update}", "worker", DurabilityRequested(update))
 
-    def all_reduce(self, array: Vector) -> tuple[int, Answer]:
+    # --- groups -----------------------------------------------------------------------------------------
+
+    def all_reduce(self, array: Vector, combine: str = "sum") -> OperationCall:
+        """Reduce an array over all workers of the job."""
         if str(array.dtype) not in WIRE_DTYPES:
             raise FabricError(f"an array of {array.dtype} can't be reduced; use one of numpy's number types")
         if not array.flags.c_contiguous or not array.flags.writeable:
             raise FabricError("all_reduce works in place: it needs a writeable, contiguous array")
-        number = self._next("reduce")
-        buffer = f"reduce/{number}"
-        flat = array.reshape(-1)
-        event = ReduceRequested(number, buffer, flat.size, str(flat.dtype), flat.itemsize)
-        return number, self._ask(buffer, "reducer", event, lambda: self._node.data.put(buffer, flat))
+        view, kind = array.reshape(-1).view("u1").data, str(array.dtype)
 
-    def waiting_for(self, operation: int) -> str:
-        """Who has not come to an all-reduce, as far as the scheduler said."""
-        missing = self._pending_reduces.get(operation)
-        return f"{', '.join(missing)} did not come" if missing else "its transfers are still under way"
+        def make(rank: int, size: int) -> Operation:
+            add = numpy_combine(combine, kind, size)
+            return all_reduce(rank, size, view, array.itemsize, kind, combine, add)
+
+        return self.collective("", (), make)
+
+    def collective(
+        self, group: str, nodes: tuple[str, ...], make: Callable[[int, int], Operation]
+    ) -> OperationCall:
+        """Begin the operation `make(rank, size)` in a group, which is formed if it has to be."""
+        call = OperationCall()
+        call.group = group
+
+        def use(handle: GroupHandle) -> None:
+            held = self._board.groups[handle.number]
+
+            def done(error: str | None) -> None:
+                if error is None:
+                    call.answer.set_result(None)
+                    return
+                if self._groups.get(group) is handle:  # the next call has to find a new group
+                    del self._groups[group]
+                call.answer.set_exception(FabricError(error))
+
+            try:
+                operation = make(handle.rank, handle.size)
+            except FabricError as error:
+                call.answer.set_exception(error)
+                return
+            call.sequence = self._board.post(held, operation, done)
+
+        self._in_group(group, nodes, use, call.answer)
+        return call
+
+    def group(self, name: str, nodes: tuple[str, ...]) -> Answer:
+        """Be in a group; the answer is its handle."""
+        answer: Answer = Future()
+        self._in_group(name, nodes, answer.set_result, answer)
+        return answer
+
+    def _in_group(
+        self, name: str, nodes: tuple[str, ...], use: Callable[[GroupHandle], None], answer: Answer
+    ) -> None:
+        def do() -> None:
+            if self.failed is not None:
+                answer.set_exception(FabricError(self.failed))
+            elif name in self._groups:
+                use(self._groups[name])
+            else:
+                uses = self._uses.setdefault(name, [])
+                uses.append((use, answer))
+                if len(uses) == 1:
+                    self._node.post("participant", GroupRequested(name, nodes))
+
+        self._call(do)
+
+    def _group_formed(self, action: ResolveGroup) -> None:
+        self._missing.pop(action.name, None)
+        uses = self._uses.pop(action.name, [])
+        if action.error is not None:
+            for _, answer in uses:
+                answer.set_exception(FabricError(action.error))
+            return
+        rank = action.nodes.index(self._node.name)
+        handle = GroupHandle(action.number, action.name, action.nodes, rank)
+        self._groups[action.name] = handle
+        for use, _ in uses:
+            use(handle)
+
+    def waiting_for(self, call: OperationCall) -> str:
+        """Who or what an operation waits for; to be asked on the node's own thread."""
+        handle = self._groups.get(call.group)
+        if handle is None:
+            missing = self._missing.get(call.group)
+            return f"{', '.join(missing)} did not come" if missing else "its group is not formed yet"
+        return self._board.groups[handle.number].describe(call.sequence)
 
     def _known_layout(self) -> Layout:
         if self.failed is not None:
@@ -216,13 +323,16 @@ class Client:
                 self._answer(f"durable/{update}", None, error)
             case ResolvePull(pull=pull, versions=versions, error=error):
                 self._pulled(pull, versions, error)
-            case ResolveReduce(operation=operation, error=error):
-                self._node.data.free(f"reduce/{operation}")
-                self._answer(f"reduce/{operation}", None, error)
-            case ReduceWaits(operation=operation, missing=missing):
-                self._pending_reduces[operation] = missing
+            case ResolveGroup():
+                self._group_formed(action)
+            case GroupWaits(name=name, missing=missing):
+                self._missing[name] = missing
             case FailJob(reason=reason):
                 self.failed = reason
+                for group in self._board.groups.values():
+                    group.fail(reason, tell=False)
+                for name in list(self._uses):
+                    self._group_formed(ResolveGroup(name, 0, (), reason))
                 for key in list(self._answers):
                     self._answer(key, None, reason)
 

@@ -33,7 +33,6 @@ class DataPlane(Protocol):
     def put(self, buffer: str, vector: Vector) -> None: ...
     def free(self, buffer: str) -> None: ...
     def add_into(self, target: str, source: str) -> None: ...
-    def sum_pieces(self, target: str, start: int, count: int, pieces: Sequence[str]) -> None: ...
     def create_shard(self, shard: ShardRange, rule: RuleSpec, dtype: str) -> None: ...
     def fill_shard(self, shard: int, buffer: str, with_state: bool, version: int) -> None: ...
     def measure_step(
@@ -99,15 +98,6 @@ class ArrayData:
             self._buffers[target] += self._buffers[source]
         else:
             self._buffers[target] = self._buffers[source].copy()
-
-    def sum_pieces(self, target: str, start: int, count: int, pieces: Sequence[str]) -> None:
-        place = self._buffers[target][start : start + count]
-        total: Vector | None = None
-        for piece in pieces:
-            part = self._buffers[piece] if piece else place
-            total = part.copy() if total is None else np.add(total, part, out=total)
-        assert total is not None
-        place[:] = total
 
     def create_shard(self, shard: ShardRange, rule: RuleSpec, dtype: str) -> None:
         weights = None

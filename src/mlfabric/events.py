@@ -103,12 +103,9 @@ class DurabilityRequested(Event, frozen=True):
     update: str
 
 
-class ReduceRequested(Event, frozen=True):
-    operation: int
-    buffer: str
-    elements: int
-    dtype: str
-    itemsize: int
+class GroupRequested(Event, frozen=True):
+    name: str
+    nodes: tuple[str, ...] = ()  # in rank order; none: all workers of the job
 
 
 class LeaveRequested(Event, frozen=True):

@@ -462,31 +462,45 @@ class PullFailed(Message, frozen=True):
     reason: str
 
 
-# --- all-reduce -------------------------------------------------------------------------------------------
+# --- groups -----------------------------------------------------------------------------------------------
 
 
-class ReduceWanted(Message, frozen=True):
-    operation: int
-    elements: int
-    dtype: str
+class GroupWanted(Message, frozen=True):
+    """A node wants to be in a group; no nodes: of all workers of its job."""
+
+    name: str
+    nodes: tuple[str, ...] = ()  # in rank order
 
 
-class ReducePlan(Message, frozen=True):
-    operation: int
+class GroupFormed(Message, frozen=True):
+    number: int
+    name: str
     nodes: tuple[str, ...]  # in rank order
-    cuts: tuple[int, ...]  # node i sums and distributes elements cuts[i] to cuts[i + 1]
-    reason: str
 
 
-class ReducePending(Message, frozen=True):
+class GroupPending(Message, frozen=True):
     """To those who wait: who has not come yet."""
 
-    operation: int
+    name: str
     missing: tuple[str, ...]
 
 
-class ReduceFailed(Message, frozen=True):
-    operation: int
+class GroupFailed(Message, frozen=True):
+    name: str
+    reason: str
+
+
+class SharesPlanned(Message, frozen=True):
+    """Who sums and distributes which share of a group's operations, from the first that all have it for."""
+
+    group: int
+    plan: int
+    reduces: tuple[float, ...]  # by rank
+    broadcasts: tuple[float, ...]
+    gathers: tuple[float, ...]
+    domains: tuple[tuple[int, ...], ...]
+    chunk_bytes: int
+    predicted_s: float
     reason: str
 
 
@@ -532,17 +546,7 @@ class ReplicaPart(Message, frozen=True):
     fail_overs: tuple[Version, ...] = ()  # where each epoch began
 
 
-class ReducePart(Message, frozen=True):
-    operation: int
-    rank: int  # who sends
-
-
-class BroadcastPart(Message, frozen=True):
-    operation: int
-    rank: int  # whose piece
-
-
-TransferAbout = UpdatePart | Aggregate | ModelPart | InitialPart | ReplicaPart | ReducePart | BroadcastPart
+TransferAbout = UpdatePart | Aggregate | ModelPart | InitialPart | ReplicaPart
 
 
 class TransferHeader(msgspec.Struct, frozen=True):
@@ -566,7 +570,7 @@ ControlMessage = (
     | UpdateApplied | UpdateRefused | AppliedReport | SlotLate | WithdrawSlot | SlotWithdrawn | SettleSlot
     | Replicate | ReplicaHas | DurableWanted | UpdateDurable
     | PullWanted | ServePull | PullServed | PullFailed
-    | ReduceWanted | ReducePlan | ReducePending | ReduceFailed
+    | GroupWanted | GroupFormed | GroupPending | GroupFailed | SharesPlanned
 )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from mlfabric.messages import (
     HeartbeatSeen,
     Members,
     NodeLost,
+    SharesPlanned,
     TransferHeader,
     TransferRefused,
 )
@@ -41,11 +42,13 @@ from mlfabric.roles.actions import (
     AcceptTransfer,
     Action,
     AddInto,
+    AdoptShares,
     CancelTransfer,
     CommitStep,
     CreateShard,
     DumpShard,
     FillShard,
+    FormGroup,
     FreeBuffer,
     MarkReplicaImage,
     MeasureStep,
@@ -60,12 +63,11 @@ from mlfabric.roles.actions import (
     SnapshotShard,
     StartRole,
     StartTransfer,
-    SumPieces,
     WorkerSettings,
 )
 from mlfabric.roles.aggregator import Aggregator
 from mlfabric.roles.member import Member
-from mlfabric.roles.reducer import Reducer
+from mlfabric.roles.participant import Participant
 from mlfabric.roles.replica import Replica
 from mlfabric.roles.scheduler import Scheduler
 from mlfabric.roles.server import Server
@@ -76,7 +78,7 @@ ROLE_TYPES: dict[str, tuple[type[Any], type[Any]]] = {
     "member": (Member, MemberSettings),
     "worker": (Worker, WorkerSettings),
     "aggregator": (Aggregator, WorkerSettings),
-    "reducer": (Reducer, WorkerSettings),
+    "participant": (Participant, WorkerSettings),
     "server": (Server, ServerSettings),
     "replica": (Replica, ReplicaSettings),
     "scheduler": (Scheduler, SchedulerSettings),
@@ -104,6 +106,8 @@ class Driver(Protocol):
         self, node: str, header: TransferHeader, payload: Vector, rate_bytes_per_s: float | None
     ) -> None: ...
     def cancel_transfer(self, transfer: str) -> None: ...
+    def form_group(self, number: int, name: str, nodes: tuple[str, ...]) -> None: ...
+    def adopt_shares(self, shares: SharesPlanned) -> None: ...
     def observe(self, message: Members | HeartbeatSeen | NodeLost) -> None:
         """Membership news that the driver itself needs: addresses, the clock, who is gone."""
         ...
@@ -254,8 +258,6 @@ class Node:
                 self._refuse(transfer, reason, cause)
             case AddInto(target=target, source=source):
                 data.add_into(target, source)
-            case SumPieces():
-                data.sum_pieces(action.target, action.start, action.count, action.pieces)
             case FreeBuffer(buffer=buffer):
                 data.free(buffer)
             case CreateShard(shard=shard, rule=rule, dtype=dtype):
@@ -277,6 +279,10 @@ class Node:
                 data.mark_image(index, buffer)
             case StartRole(role=name, settings=settings):
                 self.start_role(name, settings, cause)
+            case FormGroup(number=number, name=name, nodes=nodes):
+                self._driver.form_group(number, name, nodes)
+            case AdoptShares(shares=shares):
+                self._driver.adopt_shares(shares)
             case Note(loud=False):
                 pass
             case _:

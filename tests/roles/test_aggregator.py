@@ -7,10 +7,10 @@ from mlfabric.messages import (
     Aggregate,
     AppliedIds,
     GatherGroup,
+    InitialPart,
     LeaderChanged,
     LeaveOut,
     LeftOut,
-    ReducePart,
     UpdatePart,
 )
 from mlfabric.roles.actions import (
@@ -169,4 +169,4 @@ def test_groups_for_a_leader_that_was_replaced_are_thrown_away() -> None:
 def test_other_transfers_are_refused() -> None:
     role = aggregator()
     assert of(RefuseTransfer, role(TransferArriving("t", "w0", 40, UpdatePart("w0#0", 0, 0, 1.0))))
-    assert of(RefuseTransfer, role(TransferArriving("t", "w0", 40, ReducePart(0, 1))))
+    assert of(RefuseTransfer, role(TransferArriving("t", "w0", 40, InitialPart(0, 1))))

@@ -16,6 +16,10 @@ from mlfabric.messages import (
     FollowShard,
     GatherGroup,
     Grant,
+    GroupFailed,
+    GroupFormed,
+    GroupPending,
+    GroupWanted,
     Heartbeat,
     HeartbeatSeen,
     JobFailed,
@@ -41,10 +45,7 @@ from mlfabric.messages import (
     PublishRefused,
     PublishWanted,
     PullWanted,
-    ReduceFailed,
-    ReducePending,
-    ReducePlan,
-    ReduceWanted,
+    RatesLearned,
     ReplicaAssigned,
     Replicate,
     RuleSpec,
@@ -52,13 +53,14 @@ from mlfabric.messages import (
     ServePull,
     SettleSlot,
     ShardReady,
+    SharesPlanned,
     SlotLate,
     SlotWithdrawn,
     Version,
     WithdrawSlot,
 )
 from mlfabric.roles.actions import Action, SchedulerSettings, Send
-from mlfabric.roles.reductions import PENDING_S
+from mlfabric.roles.groups import PENDING_S
 from mlfabric.roles.scheduler import Scheduler
 from tests.roles.feeding import Fed, notes, said, sent
 
@@ -434,7 +436,7 @@ def test_a_replica_is_brought_up_to_date_in_spare_time_before_its_bound() -> Non
     assert wanted.rate_bytes_per_s > 0
 
 
-# --- pulls and all-reduce -----------------------------------------------------------------------------------
+# --- pulls and groups -----------------------------------------------------------------------------------
 
 
 def test_a_pull_before_the_model_is_there_is_served_once_it_is() -> None:
@@ -451,53 +453,61 @@ def test_a_checkpoint_is_bound_to_the_last_number_granted() -> None:
     assert said(ServePull, fabric.tell(PullWanted("q", True), "w0")).after_number == grant.number
 
 
-def test_an_all_reduce_is_planned_when_all_workers_have_come() -> None:
+def test_a_group_is_formed_with_its_plan_when_all_workers_have_come() -> None:
     fabric = Fabric("w0", "w1", "w2", "s0")
     for name in ("w2", "w0"):
-        assert not fabric.tell(ReduceWanted(0, 10, "float32"), name)
-    actions = fabric.tell(ReduceWanted(0, 10, "float32"), "w1")
-    plans = sent(ReducePlan, actions)
-    assert len(plans) == 3
-    assert plans[0].nodes == ("w0", "w1", "w2")
-    assert (plans[0].cuts[0], plans[0].cuts[-1]) == (0, 10)
-    assert list(plans[0].cuts) == sorted(plans[0].cuts)
+        assert not fabric.tell(GroupWanted(""), name)
+    actions = fabric.tell(GroupWanted(""), "w1")
+    assert {formed.nodes for formed in sent(GroupFormed, actions)} == {("w0", "w1", "w2")}
+    assert said(SharesPlanned, actions, "w2").reduces == pytest.approx((1 / 3,) * 3)
 
 
-@pytest.mark.parametrize("other", [ReduceWanted(0, 11, "float32"), ReduceWanted(0, 10, "float64")])
-def test_an_all_reduce_of_different_arrays_fails_on_everyone_naming_both(other: ReduceWanted) -> None:
+def test_a_named_group_keeps_the_order_its_members_gave() -> None:
     fabric = Fabric("w0", "w1", "w2")
-    fabric.tell(ReduceWanted(0, 10, "float32"), "w0")
-    fabric.tell(ReduceWanted(0, 10, "float32"), "w2")
-    actions = fabric.tell(other, "w1")
-    assert not sent(ReducePlan, actions)
-    for name in ("w0", "w1", "w2"):
-        reason = said(ReduceFailed, actions, name).reason
-        assert "w0 gave 10 elements of float32" in reason
-        assert f"w1 gave {other.elements} of {other.dtype}" in reason
+    fabric.tell(GroupWanted("pair", ("w2", "w0")), "w0")
+    actions = fabric.tell(GroupWanted("pair", ("w2", "w0")), "w2")
+    assert [formed.nodes for formed in sent(GroupFormed, actions)] == [("w2", "w0")] * 2
+
+
+def test_members_that_disagree_on_a_group_all_hear_of_it() -> None:
+    fabric = Fabric("w0", "w1", "w2")
+    fabric.tell(GroupWanted("g", ("w0", "w1")), "w0")
+    actions = fabric.tell(GroupWanted("g", ("w1", "w0")), "w1")
+    for name in ("w0", "w1"):
+        assert "disagree" in said(GroupFailed, actions, name).reason
 
 
 def test_those_who_wait_hear_who_is_missing() -> None:
     fabric = Fabric("w0", "w1", "w2")
-    fabric.tell(ReduceWanted(0, 10, "float32"), "w0")
-    pending = said(ReducePending, fabric.wait(PENDING_S), "w0")
-    assert pending.missing == ("w1", "w2")
+    fabric.tell(GroupWanted(""), "w0")
+    assert said(GroupPending, fabric.wait(PENDING_S), "w0").missing == ("w1", "w2")
 
 
 def test_workers_that_have_not_joined_are_counted_among_the_missing() -> None:
     fabric = Fabric("w0", "w1", expected=4)
     for name in ("w0", "w1"):
-        assert not sent(ReducePlan, fabric.tell(ReduceWanted(0, 10, "float32"), name))
-    assert said(ReducePending, fabric.wait(PENDING_S), "w0").missing == ("2 workers that have not joined",)
+        assert not sent(GroupFormed, fabric.tell(GroupWanted(""), name))
+    assert said(GroupPending, fabric.wait(PENDING_S), "w0").missing == ("2 workers that have not joined",)
 
 
-def test_an_all_reduce_with_somebody_who_died_fails_naming_them() -> None:
+def test_a_group_with_somebody_who_died_fails_naming_them() -> None:
     fabric = Fabric("w0", "w1", "w2")
-    fabric.tell(ReduceWanted(0, 10, "float32"), "w0")
-    reason = said(ReduceFailed, fabric(PeerLost("w2", "closed")), "w0").reason
-    assert "w2 was lost (closed)" in reason
+    fabric.tell(GroupWanted(""), "w0")
+    assert "w2 was lost (closed)" in said(GroupFailed, fabric(PeerLost("w2", "closed")), "w0").reason
+
+
+def test_a_slow_link_brings_new_shares_once_and_only_if_worth_it() -> None:
+    fabric = Fabric("w0", "w1", "w2", "w3")
+    for name in ("w0", "w1", "w2", "w3"):
+        fabric.tell(GroupWanted(""), name)
+    assert not sent(SharesPlanned, fabric.tell(RatesLearned(0.99e6, 1e6), "w2"))
+    shares = said(SharesPlanned, fabric.tell(RatesLearned(0.25e6, 0.25e6), "w2"), "w0")
+    assert shares.plan == 2
+    assert shares.reduces[2] < 0.05
+    assert not sent(SharesPlanned, fabric.tell(RatesLearned(0.25e6, 0.25e6), "w2"))
 
 
 def test_strangers_are_not_listened_to() -> None:
     fabric = Fabric("w0", "s0").ready()
-    for message in (ReduceWanted(0, 10, "float32"), PullWanted("p"), SlotLate(0, 0, 1.0)):
+    for message in (GroupWanted(""), PullWanted("p"), SlotLate(0, 0, 1.0)):
         assert not fabric.tell(message, "nobody")

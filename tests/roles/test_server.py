@@ -16,7 +16,6 @@ from mlfabric.messages import (
     MemberUpdate,
     ModelPart,
     PullServed,
-    ReducePart,
     ReplicaAssigned,
     ReplicaHas,
     ReplicaPart,
@@ -301,7 +300,11 @@ def test_a_sum_that_came_without_some_applies_those_that_are_in_it() -> None:
 
 def test_transfers_of_another_epoch_and_of_other_kinds_are_refused() -> None:
     role = server()
-    for about in (UpdatePart("w0#0", 0, 1, 1.0), Aggregate("g", 0, 1, (), 1.0), ReducePart(0, 0)):
+    for about in (
+        UpdatePart("w0#0", 0, 1, 1.0),
+        Aggregate("g", 0, 1, (), 1.0),
+        ModelPart("p", 0, Version(0, 0)),
+    ):
         assert of(RefuseTransfer, role(TransferArriving("t", "w0", 40, about)))
     assert not role.tell(Sequence(0, 1, slots("w0#0").slots, 4))
 

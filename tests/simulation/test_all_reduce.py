@@ -30,7 +30,7 @@ def reduce_everywhere(
         yield node.joined
         mine = parts[rank].copy()
         try:
-            yield node.client.all_reduce(mine)[1]
+            yield node.client.all_reduce(mine).answer
             held[rank] = mine
         except FabricError as error:
             errors[rank] = str(error)

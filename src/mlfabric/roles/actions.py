@@ -18,6 +18,7 @@ from mlfabric.messages import (
     MemberInfo,
     RuleSpec,
     ShardRange,
+    SharesPlanned,
     TransferAbout,
     Version,
 )
@@ -81,15 +82,6 @@ class AddInto(Action, frozen=True):
 
     target: str
     source: str
-
-
-class SumPieces(Action, frozen=True):
-    """Elements start.. of the target become the sum of themselves and the pieces, in the given rank order."""
-
-    target: str
-    start: int
-    count: int
-    pieces: tuple[str, ...]  # buffer names; the empty name stands for the target's own part
 
 
 class FreeBuffer(Action, frozen=True):
@@ -201,15 +193,31 @@ class ResolvePull(Action, frozen=True):
     error: str | None = None
 
 
-class ResolveReduce(Action, frozen=True):
-    operation: int
+class FormGroup(Action, frozen=True):
+    """Have a group of nodes and links to all of them."""
+
+    number: int
+    name: str
+    nodes: tuple[str, ...]
+
+
+class AdoptShares(Action, frozen=True):
+    """Use these shares from the first operation that everybody has them for."""
+
+    shares: SharesPlanned
+
+
+class ResolveGroup(Action, frozen=True):
+    name: str
+    number: int
+    nodes: tuple[str, ...] = ()
     error: str | None = None
 
 
-class ReduceWaits(Action, frozen=True):
-    """Tell the application whom its all-reduce waits for."""
+class GroupWaits(Action, frozen=True):
+    """Tell the application whom its group waits for."""
 
-    operation: int
+    name: str
     missing: tuple[str, ...]
 
 

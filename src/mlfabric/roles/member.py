@@ -54,7 +54,7 @@ class Member:
                 self._beat_at = now + self._settings.heartbeat_s
                 settings = WorkerSettings(node=me, label=label, scheduler=scheduler)
                 return [
-                    *(StartRole(role, settings) for role in ("worker", "aggregator", "reducer")),
+                    *(StartRole(role, settings) for role in ("worker", "aggregator", "participant")),
                     ResolveJoin(label),
                 ]
             case MessageReceived(message=JoinRefused(reason=reason)):

@@ -17,6 +17,7 @@ from mlfabric.messages import (
     ArraySpec,
     ControlMessage,
     FollowShard,
+    GroupWanted,
     Heartbeat,
     HeartbeatSeen,
     JobFailed,
@@ -41,7 +42,6 @@ from mlfabric.messages import (
     PullServed,
     PullWanted,
     RatesLearned,
-    ReduceWanted,
     ReplicaAssigned,
     Replicate,
     ServePull,
@@ -55,8 +55,8 @@ from mlfabric.messages import (
 from mlfabric.plan.values import Reserved
 from mlfabric.roles.actions import Action, Note, SchedulerSettings, Send
 from mlfabric.roles.applied import AppliedSet
+from mlfabric.roles.groups import Groups
 from mlfabric.roles.orderbook import OrderBook, ShardBook
-from mlfabric.roles.reductions import Reductions
 from mlfabric.roles.release import MAX_RATE, remainder
 from mlfabric.topology import Host, Network
 
@@ -84,7 +84,7 @@ class _Job:
     ready: bool = False
     pulls: dict[str, _Pulling] = field(default_factory=dict)
     early_pulls: list[tuple[str, PullWanted]] = field(default_factory=list)
-    reductions: Reductions = field(default_factory=Reductions)
+    groups: Groups = field(default_factory=Groups)
     promoting: dict[int, tuple[str, str]] = field(default_factory=dict)  # shard -> (replica, reason)
     failed: str | None = None
 
@@ -133,15 +133,15 @@ class Scheduler:
                 return [Send(sender, "member", HeartbeatSeen(sent, now))]
             case RatesLearned():
                 self._learn_rates(sender, message)
-                return []
+                return [a for job in self._jobs.values() for a in job.groups.replan(self._network)]
         job = self._job_of(sender)
         if job is None:
             return []
         if isinstance(message, PublishWanted):
             return self._publish(job, sender, message)
-        if isinstance(message, ReduceWanted):
-            job.reductions.want(sender, message, now)
-            return job.reductions.check(message.operation, self._workers(job), self._absent(job))
+        if isinstance(message, GroupWanted):
+            job.groups.want(sender, message, now)
+            return self._form(job, message.name)
         if isinstance(message, PullWanted):
             return self._pull(job, sender, message, now)
         book = job.book
@@ -235,7 +235,7 @@ class Scheduler:
         ]
         for pull in [name for name, pulling in job.pulls.items() if pulling.node == node]:
             del job.pulls[pull]
-        actions += job.reductions.fail(f"{node} was lost ({reason})" if reason != LEFT else f"{node} left")
+        actions += job.groups.lost(node, f"was lost ({reason})" if reason != LEFT else "left")
         if job.book is None:
             return actions
         actions += job.book.node_lost(node, reason)
@@ -454,7 +454,7 @@ class Scheduler:
         names = sorted(self._members_of(job))
         return [
             Note("job-failed", reason, loud=any("worker" in self._members[name].roles for name in names)),
-            *(Send(name, role, JobFailed(reason)) for name in names for role in ("worker", "reducer")),
+            *(Send(name, role, JobFailed(reason)) for name in names for role in ("worker", "participant")),
         ]
 
     def _spare_replication(self, job: _Job, report: AppliedReport) -> list[Action]:
@@ -522,7 +522,7 @@ class Scheduler:
             rate = min(rate, self._network.capacity(link) / users)
         return rate
 
-    # --- all-reduce -------------------------------------------------------------------------------------
+    # --- groups -----------------------------------------------------------------------------------------
 
     def _workers(self, job: _Job) -> list[str]:
         return sorted(n for n, member in self._members_of(job).items() if "worker" in member.roles)
@@ -531,11 +531,15 @@ class Scheduler:
         """Members the job is known to have that have not joined yet."""
         return max(job.expected - len(self._members_of(job)), 0)
 
+    def _form(self, job: _Job, name: str) -> list[Action]:
+        hosts = {node: member.host for node, member in self._members.items()}
+        return job.groups.check(name, self._workers(job), self._absent(job), hosts, self._network)
+
     def _tell_pending(self, now: float) -> list[Action]:
         return [
             action
             for job in self._jobs.values()
-            for action in job.reductions.tell_pending(self._workers(job), self._absent(job), now)
+            for action in job.groups.tell_pending(self._workers(job), self._absent(job), now)
         ]
 
     # --- time and state ---------------------------------------------------------------------------------
@@ -566,7 +570,7 @@ class Scheduler:
         for job in self._jobs.values():
             if job.book is not None and job.book.plan_at is not None and job.ready and not job.promoting:
                 times.append(job.book.plan_at)
-            times += job.reductions.deadlines()
+            times += job.groups.deadlines()
         return min(times, default=None)
 
     def statistics(self) -> SchedulerStatistics:

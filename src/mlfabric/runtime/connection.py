@@ -1,7 +1,8 @@
 """One TCP connection: frames out of a queue, frames in as they come, bulk bytes straight from and to buffers.
 
 It knows nothing of roles. A connection carries control messages or bulk transfers, one way each; the other
-way carries only the handshake. The engine owns it and decides when to read and write.
+way carries only the handshake. One for collectives becomes a link after its handshake (`runtime.mesh`), which
+goes both ways. The engine owns it and decides when to read and write.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mlfabric.runtime.mesh import Link
 from mlfabric.runtime.pacing import set_pace
 from mlfabric.runtime.trust import Handshake, Purpose
 from mlfabric.wire import CHUNK_BYTES, MAX_DATA_BYTES, Frame, FrameReader, Kind, data_header, encode_frame
@@ -53,6 +55,7 @@ class Connection:
         self.outbound = outbound
         self.connected = not outbound
         self.ready = False
+        self.link: Link | None = None  # reads and writes here, once there is one
         self.deadline_s: float | None = deadline_s  # for the handshake
         self.reader = FrameReader(self._sink)
         self.receiving: dict[int, Receiving] = {}
@@ -91,6 +94,8 @@ class Connection:
         return False
 
     def wants_write(self) -> bool:
+        if self.link is not None and self.link.blocked:
+            return True
         return not self.connected or bool(self._buffers or self._frames or (self.ready and self.sendings))
 
     def pump(self) -> list[Sending]:

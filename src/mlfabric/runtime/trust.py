@@ -22,6 +22,7 @@ NONCE_BYTES = 32
 class Purpose(StrEnum):
     CONTROL = "control"
     BULK = "bulk"
+    COLLECTIVE = "collective"
     PROBE = "probe"  # asks who is there, then goes
 
 

@@ -13,17 +13,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlfabric.client import Answer, Client
+from mlfabric.collective.frames import HEADER_BYTES, unpack_header
+from mlfabric.collective.switchboard import OutFrame, Switchboard
 from mlfabric.data import ArrayData, DataPlane
 from mlfabric.errors import FabricError
 from mlfabric.eventlog import LogSink, NoLog
 from mlfabric.events import Event
 from mlfabric.messages import (
+    LEFT,
     MEMBER_ROLES,
     ControlMessage,
     HeartbeatSeen,
     MemberInfo,
     Members,
     NodeLost,
+    SharesPlanned,
     TransferHeader,
 )
 from mlfabric.node import Node
@@ -45,6 +49,16 @@ class _Transfer:
     flow: Flow
     place: Vector | None = None
     under_way: bool = False
+
+
+@dataclass(slots=True)
+class _FrameMoving:
+    """A frame of a collective operation on its way; one at a time between each two nodes."""
+
+    source: str
+    target: str
+    frame: OutFrame
+    flow: Flow
 
 
 @dataclass(slots=True)
@@ -75,6 +89,7 @@ class Simulation:
         self._sequence = 0
         self._capacity = {link: network.capacity(link) for link in network.links()}
         self._transfers: dict[tuple[str, str], _Transfer] = {}  # (source node, transfer)
+        self._frames: dict[tuple[str, str], _FrameMoving] = {}  # (source node, target node)
         self._moved_until = 0.0
         self._flow_round = 0
 
@@ -159,6 +174,8 @@ class Simulation:
         self._break_transfers(name, None)
 
     def _break_transfers(self, name: str, reason: str | None) -> None:
+        for pair in [pair for pair in self._frames if name in pair]:
+            del self._frames[pair]
         for key, transfer in list(self._transfers.items()):
             if name not in (transfer.source, transfer.target):
                 continue
@@ -219,8 +236,48 @@ class Simulation:
         if self._transfers.pop(key).under_way:
             self._reshare()
 
-    def _moving(self) -> list[_Transfer]:
-        return [transfer for transfer in self._transfers.values() if transfer.under_way]
+    def _moving(self) -> list[Flow]:
+        flows = [transfer.flow for transfer in self._transfers.values() if transfer.under_way]
+        return flows + [moving.flow for moving in self._frames.values()]
+
+    # --- frames of collective operations ----------------------------------------------------------------
+
+    def send_frames(self, source: SimNode) -> None:
+        """Let every idle link of a node take up the next frame that became possible."""
+        woken, begun = source.board.woken, False
+        while woken:
+            peer = woken.pop()
+            target = self.nodes.get(peer)
+            if (source.name, peer) in self._frames or target is None or not target.alive:
+                continue
+            frame = source.board.next_frame(peer)
+            if frame is None:
+                continue
+            size = len(frame.head) + len(frame.payload or b"")
+            flow = Flow(peer, self.network.path(source.host, target.host), float(size))
+            self._frames[source.name, peer] = _FrameMoving(source.name, peer, frame, flow)
+            begun = True
+        if begun:
+            self._reshare()
+
+    def _frame_landed(self, moving: _FrameMoving) -> None:
+        source, frame = self.nodes[moving.source], moving.frame
+        payload = bytes(frame.payload) if frame.payload is not None else frame.head[HEADER_BYTES:]
+        header = unpack_header(frame.head)
+
+        def arrive() -> None:
+            target = self.nodes[moving.target]
+            if target.alive:
+                place = target.board.place(moving.source, header)
+                if place is not None:
+                    place[:] = payload
+                target.board.received(moving.source, header, place)
+                self.send_frames(target)
+
+        self.at(self.now + self.latency_s, arrive)
+        source.board.sent(frame)
+        source.board.woken.add(moving.target)
+        self.send_frames(source)
 
     def _move(self) -> None:
         """Let the flows run up to now."""
@@ -228,23 +285,23 @@ class Simulation:
         self._moved_until = self.now
         if passed <= 0:
             return
-        for transfer in self._moving():
-            moved = min(transfer.flow.rate * passed, transfer.flow.remaining)
-            transfer.flow.remaining -= moved
-            for link in transfer.flow.path:
+        for flow in self._moving():
+            moved = min(flow.rate * passed, flow.remaining)
+            flow.remaining -= moved
+            for link in flow.path:
                 self.carried[str(link)].carried_bytes += moved
 
     def _reshare(self) -> None:
         self._move()
         moving = self._moving()
-        share_rates([t.flow for t in moving if t.flow.path], self._capacity)
-        for transfer in moving:
-            if not transfer.flow.path:
-                transfer.flow.rate = 1e12  # inside a host
+        share_rates([flow for flow in moving if flow.path], self._capacity)
+        for flow in moving:
+            if not flow.path:
+                flow.rate = 1e12  # inside a host
         self._flow_round += 1
         if moving:
             # A byte in a billion is rounding, not data: without it a flow could need another instant for it.
-            soonest = min(t.flow.remaining / t.flow.rate if t.flow.rate else float("inf") for t in moving)
+            soonest = min(flow.remaining / flow.rate if flow.rate else float("inf") for flow in moving)
             if soonest != float("inf"):
                 this_round = self._flow_round
                 self.at(self.now + soonest, lambda: self._flows_due(this_round))
@@ -260,7 +317,13 @@ class Simulation:
         ]
         for key, _ in done:
             del self._transfers[key]
+        landed = [moving for moving in self._frames.values() if moving.flow.remaining <= 1e-3]
+        for moving in landed:
+            del self._frames[moving.source, moving.target]
         self._reshare()
+        for moving in landed:
+            if self.nodes[moving.source].alive:
+                self._frame_landed(moving)
         for _, transfer in done:
             assert transfer.place is not None
             transfer.place[:] = transfer.payload
@@ -280,7 +343,8 @@ class SimNode:
         self.host = host
         self.alive = True
         self.node = Node(name, self, data, sim.log)
-        self.client = Client(self.node, self._post)
+        self.board = Switchboard(name)
+        self.client = Client(self.node, self._post, self._call, self.board)
         self.joined: Answer | None = None
         self.warnings: list[str] = []
         self._sim = sim
@@ -291,6 +355,15 @@ class SimNode:
             if self.alive:
                 before()
                 self.node.post(role, event)
+                self.rearm()
+
+        self._sim.at(self._sim.now, call)
+
+    def _call(self, do: Callable[[], None]) -> None:
+        def call() -> None:
+            if self.alive:
+                do()
+                self._sim.send_frames(self)
                 self.rearm()
 
         self._sim.at(self._sim.now, call)
@@ -313,6 +386,7 @@ class SimNode:
 
     def lost(self, name: str, reason: str) -> None:
         if self.alive:
+            self.board.lost(name, reason)
             self.node.peer_lost(name, reason)
             self.rearm()
 
@@ -346,8 +420,16 @@ class SimNode:
     def cancel_transfer(self, transfer: str) -> None:
         self._sim.cancel_transfer(self.name, transfer)
 
+    def form_group(self, number: int, name: str, nodes: tuple[str, ...]) -> None:
+        self.board.form(number, name, nodes)
+        self._call(lambda: None)
+
+    def adopt_shares(self, shares: SharesPlanned) -> None:
+        self.board.adopt(shares)
+
     def observe(self, message: Members | HeartbeatSeen | NodeLost) -> None:
-        pass
+        if isinstance(message, NodeLost) and message.reason != LEFT:
+            self.board.lost(message.node, message.reason)
 
     def resolve(self, action: Action) -> None:
         if type(action).__name__ == "Note":

@@ -1,0 +1,59 @@
+"""How arrays are combined, given as bytes: by NumPy, for its number types.
+
+The PyTorch part registers its own for types NumPy lacks (bfloat16) or is slow at (float16).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from mlfabric.collective.exchange import Combine
+from mlfabric.errors import FabricError
+
+_UFUNCS: Final[Mapping[str, Callable[..., Any]]] = {
+    "sum": np.add,
+    "product": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+}
+
+
+def numpy_combine(combine: str, dtype: str, size: int) -> Combine:
+    """The function that reduces parts of this type; `avg` is a sum divided by the size of the group."""
+    kind = np.dtype(dtype)
+    ufunc = _UFUNCS.get("sum" if combine == "avg" else combine)
+    if ufunc is None:
+        raise FabricError(f"unknown reduction {combine!r}; known are {', '.join([*_UFUNCS, 'avg'])}")
+    if combine in ("band", "bor", "bxor") and kind.kind not in "iub":
+        raise FabricError(f"{combine} works on whole numbers, not on {dtype}")
+    if combine in ("min", "max") and kind.kind == "c":
+        raise FabricError(f"{combine} needs an order, which {dtype} has not")
+    if combine == "avg" and kind.kind in "iub":
+        raise FabricError(f"avg needs a fraction, which {dtype} can't hold")
+    average = combine == "avg"
+
+    def run(parts: list[memoryview], own: int, out: memoryview, last: bool) -> None:
+        total = np.frombuffer(out, kind)
+        fold(ufunc, [np.frombuffer(part, kind) for part in parts], own, total)
+        if average and last:
+            np.divide(total, size, out=total)
+
+    return run
+
+
+def fold(ufunc: Callable[..., Any], arrays: list[Any], own: int, total: Any) -> None:
+    """Combine from the left into `total`, without a copy: what is used up holds the sum so far."""
+    if len(arrays) == 1:
+        total[...] = arrays[0]
+        return
+    sofar = arrays[0]
+    scratch = arrays[1] if own == 0 else sofar
+    for array in arrays[1:-1]:
+        sofar = ufunc(sofar, array, out=scratch)
+    ufunc(sofar, arrays[-1], out=total)

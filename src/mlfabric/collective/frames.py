@@ -1,0 +1,100 @@
+"""What goes over a collective link: a fixed header, then an announcement, a chunk of bytes, or nothing.
+
+Links are between members that have proved themselves; still every length is checked against what is expected
+before a byte is placed.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+import msgspec
+
+from mlfabric.wire import NOT_DECODABLE, WireError
+
+# magic, kind, reserved, group, sequence number, block, offset in the block, length of what follows
+_HEADER: Final = struct.Struct("<BBHIIIQI")
+HEADER_BYTES: Final = _HEADER.size
+_MAGIC: Final = 0x6D
+
+MAX_ANNOUNCEMENT_BYTES: Final = 2**20
+MAX_CHUNK_BYTES: Final = 8 * 2**20
+
+
+class FrameKind(IntEnum):
+    ANNOUNCE = 1  # a rank has come to an operation: which, with what, by which plan
+    PART = 2  # a contribution on its way to where it is summed
+    RESULT = 3  # final bytes
+    CREDIT = 4  # a part was used up, where no result comes back to say so
+    FAILED = 5  # the operation failed at the sender
+    OFFER = 6  # a message for a receiver that has not asked yet; its bytes follow on request
+    ACCEPT = 7  # the receiver of an offered message has a place for it
+    MESSAGE = 8  # the bytes of an accepted message, or a small one unasked
+
+
+class FrameHeader(NamedTuple):
+    kind: FrameKind
+    group: int
+    sequence: int
+    block: int
+    offset: int
+    length: int
+
+
+class Announcement(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank brings to an operation; all must agree in everything but the plan."""
+
+    operation: str
+    dtype: str
+    combine: str
+    root: int
+    elements: tuple[int, ...]  # by block
+    plan: int = 0
+
+    def describe(self) -> str:
+        count = sum(self.elements)
+        detail = f" by {self.combine}" if self.combine else ""
+        towards = f" with root {self.root}" if self.root >= 0 else ""
+        return f"{self.operation} of {count} elements of {self.dtype}{detail}{towards}"
+
+
+_encoder = msgspec.msgpack.Encoder()
+_announcements = msgspec.msgpack.Decoder(Announcement)
+
+
+def pack_header(
+    kind: FrameKind, group: int, sequence: int, block: int = 0, offset: int = 0, length: int = 0
+) -> bytes:
+    return _HEADER.pack(_MAGIC, kind, 0, group, sequence, block, offset, length)
+
+
+_KINDS: Final = {int(kind): kind for kind in FrameKind}
+_LONGEST: Final = dict.fromkeys(FrameKind, MAX_CHUNK_BYTES) | {
+    FrameKind.ANNOUNCE: MAX_ANNOUNCEMENT_BYTES,
+    FrameKind.FAILED: MAX_ANNOUNCEMENT_BYTES,
+    FrameKind.CREDIT: 0,
+    FrameKind.ACCEPT: 0,
+}
+
+
+def unpack_header(buffer: memoryview | bytes | bytearray, at: int = 0) -> FrameHeader:
+    magic, number, _, group, sequence, block, offset, length = _HEADER.unpack_from(buffer, at)
+    kind = _KINDS.get(number)
+    if magic != _MAGIC or kind is None:
+        raise WireError(f"bytes {magic:#04x} {number:#04x} where a frame should begin")
+    if length > _LONGEST[kind]:
+        raise WireError(f"a frame of {length} bytes, allowed are {_LONGEST[kind]}")
+    return FrameHeader(kind, group, sequence, block, offset, length)
+
+
+def encode_announcement(announcement: Announcement) -> bytes:
+    return _encoder.encode(announcement)
+
+
+def decode_announcement(body: bytes | memoryview) -> Announcement:
+    try:
+        return _announcements.decode(body)
+    except NOT_DECODABLE as error:
+        raise WireError(f"not an announcement: {error}") from None

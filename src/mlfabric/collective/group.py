@@ -1,0 +1,291 @@
+"""A group of members: its operations in the order they were called, in step on all ranks.
+
+Every rank announces an operation to all others when it comes to it. From the announcements each rank knows
+who is missing, whether all mean the same, and the newest plan that everybody has: that one is used. So plans
+may change between any two operations without a word to the scheduler, and a rank that disagrees is an error
+everywhere, not a hang.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mlfabric.collective.exchange import Exchange, Pending
+from mlfabric.collective.frames import (
+    Announcement,
+    FrameHeader,
+    FrameKind,
+    encode_announcement,
+    pack_header,
+)
+from mlfabric.collective.operations import Operation, window_for
+from mlfabric.collective.routes import Shares, equal_shares
+from mlfabric.wire import WireError
+
+# Operations of one group that run at the same time; the next ones wait their turn.
+IN_FLIGHT = 4
+# Bytes that may come for operations we have not been called for yet, per group.
+AHEAD_BYTES = 64 * 2**20
+
+Done = Callable[[str | None], None]
+
+
+@dataclass(slots=True)
+class Ahead:
+    """What came for an operation that this rank has not begun."""
+
+    announced: dict[int, Announcement] = field(default_factory=dict)
+    frames: list[tuple[int, FrameHeader, memoryview]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Running:
+    """An operation that this rank has announced."""
+
+    sequence: int
+    operation: Operation
+    done: Done
+    announced: dict[int, Announcement]
+    plan: int  # the newest that we had
+    early: list[tuple[int, FrameHeader, memoryview]] = field(default_factory=list)
+    exchange: Exchange | None = None
+    plan_used: int = -1
+
+
+class Group:
+    """Frames for a rank are put out by `urgent(rank, buffers)`; chunks are asked for by `next_chunk`."""
+
+    def __init__(
+        self, number: int, name: str, nodes: tuple[str, ...], rank: int, urgent: Callable[[int, bytes], None]
+    ) -> None:
+        self.number = number
+        self.name = name
+        self.nodes = nodes
+        self.rank = rank
+        self.broken: str | None = None
+        self.running: dict[int, Running] = {}
+        self.woken: set[int] = set()
+        self._urgent = urgent
+        self._next = 0
+        self._waiting: deque[tuple[int, Operation, Done]] = deque()
+        self._ahead: dict[int, Ahead] = {}
+        self._ahead_bytes = 0
+        self._plans: dict[int, Shares] = {0: equal_shares(len(nodes))}
+
+    def __repr__(self) -> str:
+        return f"<Group {self.name} of {len(self.nodes)}, {len(self.running)} running, next {self._next}>"
+
+    @property
+    def size(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def title(self) -> str:
+        return f"group {self.name}" if self.name else "the group of all workers"
+
+    def adopt(self, shares: Shares) -> None:
+        """Have a new plan; it is used from the first operation that everybody announces it for."""
+        self._plans[shares.number] = shares
+
+    # --- calls ------------------------------------------------------------------------------------------
+
+    def post(self, operation: Operation, done: Done) -> int:
+        """Begin an operation, or queue it behind those that run; `done` hears of its end."""
+        sequence = self._next
+        self._next += 1
+        if self.broken is not None:
+            done(self.broken)
+            return sequence
+        self._waiting.append((sequence, operation, done))
+        self._start_waiting()
+        return sequence
+
+    def _start_waiting(self) -> None:
+        while self._waiting and len(self.running) < IN_FLIGHT and self.broken is None:
+            self._start(*self._waiting.popleft())
+
+    def _start(self, sequence: int, operation: Operation, done: Done) -> None:
+        ahead = self._ahead.pop(sequence, None) or Ahead()
+        self._ahead_bytes -= sum(len(payload) for _, _, payload in ahead.frames)
+        newest = max(self._plans)
+        mine = operation.announcement
+        if newest:
+            mine = Announcement(mine.operation, mine.dtype, mine.combine, mine.root, mine.elements, newest)
+        running = Running(sequence, operation, done, ahead.announced, newest, ahead.frames)
+        self.running[sequence] = running
+        body = encode_announcement(mine)
+        frame = pack_header(FrameKind.ANNOUNCE, self.number, sequence, length=len(body)) + body
+        for rank in range(self.size):
+            if rank != self.rank:
+                self._urgent(rank, frame)
+        for rank, theirs in ahead.announced.items():
+            self._compare(running, rank, theirs)
+        if self.broken is None and (operation.eager or self._all_came(running)):
+            self._begin(running)
+
+    def _all_came(self, running: Running) -> bool:
+        return len(running.announced) == self.size - 1
+
+    def _begin(self, running: Running) -> None:
+        """Everybody is here, or need not be: let the chunks flow."""
+        operation = running.operation
+        used = 0
+        if not operation.eager:
+            used = min([running.plan, *(each.plan for each in running.announced.values())])
+            for number in [number for number in self._plans if number < used]:
+                del self._plans[number]
+        running.plan_used = used
+        shares = self._plans[used] if not operation.eager else equal_shares(self.size)
+        running.exchange = Exchange(
+            self.rank,
+            operation.segments(shares),
+            operation.buffers,
+            operation.combine,
+            shares.chunk_bytes,
+            window_for(self.size, shares.chunk_bytes),
+            operation.answers,
+        )
+        early, running.early = running.early, []
+        for rank, header, payload in early:
+            self._take(running, running.exchange, rank, header, payload)
+        self._look(running)
+
+    def _take(
+        self, running: Running, exchange: Exchange, rank: int, header: FrameHeader, payload: memoryview
+    ) -> None:
+        """A chunk is there. It may have come to a place of its own, before we knew where it belongs."""
+        if header.kind is FrameKind.RESULT:
+            target = running.operation.buffers.targets[header.block]
+            if target is not None and payload.obj is not target.obj:
+                exchange.place(header)[:] = payload
+        exchange.received(rank, header, payload)
+
+    # --- frames -----------------------------------------------------------------------------------------
+
+    def next_chunk(self, sequence: int, rank: int) -> Pending | None:
+        exchange = self.running[sequence].exchange
+        return exchange.next_frame(rank) if exchange is not None else None
+
+    def chunk_sent(self, sequence: int, pending: Pending) -> None:
+        running = self.running.get(sequence)
+        if running is None or running.exchange is None:
+            return  # it failed in the meantime
+        running.exchange.frame_sent(pending)
+        self._look(running)
+
+    def place(self, header: FrameHeader) -> memoryview | None:
+        """Where the bytes of a chunk go; None: the operation is over, they go nowhere."""
+        running = self.running.get(header.sequence)
+        if running is not None and running.exchange is not None:
+            return running.exchange.place(header)
+        if self.broken is not None or (running is None and header.sequence < self._started()):
+            return None
+        if self._ahead_bytes + header.length > AHEAD_BYTES:
+            raise WireError(f"over {AHEAD_BYTES} bytes for operations that have not been called here")
+        return memoryview(bytearray(header.length))
+
+    def _started(self) -> int:
+        """The first operation that has not been announced by us."""
+        return self._waiting[0][0] if self._waiting else self._next
+
+    def chunk_received(self, rank: int, header: FrameHeader, payload: memoryview) -> None:
+        running = self.running.get(header.sequence)
+        if running is None:
+            if self.broken is None and header.sequence >= self._started():
+                self._ahead_bytes += len(payload)
+                self._ahead.setdefault(header.sequence, Ahead()).frames.append((rank, header, payload))
+        elif running.exchange is None:
+            running.early.append((rank, header, payload))
+        else:
+            self._take(running, running.exchange, rank, header, payload)
+            self._look(running)
+
+    def announced(self, rank: int, sequence: int, theirs: Announcement) -> None:
+        running = self.running.get(sequence)
+        if running is None:
+            if self.broken is None and sequence >= self._started():
+                self._ahead.setdefault(sequence, Ahead()).announced[rank] = theirs
+            return
+        running.announced[rank] = theirs
+        self._compare(running, rank, theirs)
+        if running.exchange is None and self.broken is None and self._all_came(running):
+            self._begin(running)
+
+    def _compare(self, running: Running, rank: int, theirs: Announcement) -> None:
+        mine = running.operation.announcement
+        if _same(mine, theirs, self.rank, rank) or self.broken is not None:
+            return
+        first, second = sorted([(self.rank, mine), (rank, theirs)], key=lambda pair: pair[0])
+        self.fail(
+            f"operation {running.sequence} of {self.title}: {self._names([first[0]])} called "
+            f"{first[1].describe()}, {self._names([second[0]])} {second[1].describe()}"
+        )
+
+    def _look(self, running: Running) -> None:
+        """Pass on whom something can be sent to; end the operation when nothing is left."""
+        exchange = running.exchange
+        assert exchange is not None
+        for rank, chunk in exchange.credit_to:
+            header = pack_header(FrameKind.CREDIT, self.number, running.sequence, chunk.block, chunk.start)
+            self._urgent(rank, header)
+        exchange.credit_to.clear()
+        if exchange.woken:
+            self.woken |= exchange.woken
+            exchange.woken.clear()
+        if exchange.done and self.running.pop(running.sequence, None) is not None:
+            running.done(None)
+            self._start_waiting()
+
+    # --- trouble ----------------------------------------------------------------------------------------
+
+    def fail(self, reason: str, tell: bool = True) -> None:
+        """No operation of this group can be trusted any more: end all with the reason."""
+        if self.broken is not None:
+            return
+        self.broken = reason
+        if tell:
+            said = reason.encode()[:4096]
+            frame = pack_header(FrameKind.FAILED, self.number, 0, length=len(said)) + said
+            for rank in range(self.size):
+                if rank != self.rank:
+                    self._urgent(rank, frame)
+        ended = [running.done for running in self.running.values()]
+        ended += [done for _, _, done in self._waiting]
+        self.running.clear()
+        self._waiting.clear()
+        self._ahead.clear()
+        for done in ended:
+            done(reason)
+
+    def describe(self, sequence: int) -> str:
+        """Whom or what an operation waits for, in words."""
+        running = self.running.get(sequence)
+        if running is None:
+            return "it waits for earlier operations" if sequence >= self._started() else "it is over"
+        if running.exchange is None or not self._all_came(running):
+            missing = [r for r in range(self.size) if r != self.rank and r not in running.announced]
+            if missing:
+                return f"{self._names(missing)} did not come"
+        assert running.exchange is not None
+        owed = running.exchange.waits_for()
+        if owed:
+            parts = [f"{count} bytes from {self._names([rank])}" for rank, count in sorted(owed.items())]
+            return "waiting for " + ", ".join(parts)
+        return "its last bytes are on their way out"
+
+    def _names(self, ranks: list[int]) -> str:
+        return ", ".join(f"rank {rank} ({self.nodes[rank]})" for rank in ranks)
+
+
+def _same(mine: Announcement, theirs: Announcement, rank: int, other: int) -> bool:
+    """Whether two ranks mean the same call. Where each pair has its own sizes, the pair's must agree."""
+    if (mine.operation, mine.dtype, mine.combine, mine.root) != (
+        theirs.operation,
+        theirs.dtype,
+        theirs.combine,
+        theirs.root,
+    ):
+        return False
+    return mine.elements == theirs.elements

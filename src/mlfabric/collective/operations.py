@@ -1,0 +1,88 @@
+"""The collective operations, each as blocks of memory and the routes its pieces take.
+
+An operation that moves few bytes is *eager*: its plan needs no agreement, so its bytes leave with the
+announcement. The others wait until every rank has come, and take the newest plan that all of them know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mlfabric.collective.exchange import Buffers, Combine
+from mlfabric.collective.frames import Announcement
+from mlfabric.collective.routes import Route, Segment, Shares, all_reduce_segments
+
+# Arrays of at most this size go whole from everyone to everyone: one trip instead of two.
+WHOLE_BYTES = 2048
+# Up to this size equal shares leave with the announcement: what a plan could gain is less than a round trip.
+EAGER_BYTES = 256 * 1024
+# Parts on their way to one rank, unanswered; and to all ranks together.
+WINDOW_BYTES = 512 * 1024
+FLIGHT_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What one rank has to do with one collective call."""
+
+    announcement: Announcement
+    buffers: Buffers
+    segments: Callable[[Shares], list[Segment]]  # as seen by this rank
+    eager: bool
+    combine: Combine | None = None
+    answers: bool = False  # parts are answered by frames of their own, as no result comes back
+    priority: int = 0  # lower goes first
+
+
+def window_for(size: int, chunk_bytes: int) -> int:
+    """Few ranks have to keep more on the way to each than many have."""
+    return max(WINDOW_BYTES, 2 * chunk_bytes, FLIGHT_BYTES // max(size - 1, 1))
+
+
+def all_reduce(
+    rank: int,
+    size: int,
+    array: memoryview,
+    itemsize: int,
+    dtype: str,
+    combine_name: str,
+    combine: Combine,
+    priority: int = 0,
+) -> Operation:
+    """Reduce an array, in place, bit-identical on all ranks."""
+    elements = len(array) // itemsize
+    whole = len(array) <= WHOLE_BYTES
+
+    def segments(shares: Shares) -> list[Segment]:
+        if whole:
+            return _everyone_sums(rank, size, len(array))
+        return all_reduce_segments(elements, itemsize, shares, rank)
+
+    if whole:
+        # The sum may be complete before the last of our own copies has left.
+        own = memoryview(bytes(array))
+        buffers = Buffers((own,) * size, (array,) * size)
+    else:
+        buffers = Buffers((array,), (array,))
+    return Operation(
+        Announcement("all_reduce", dtype, combine_name, -1, (elements,)),
+        buffers,
+        segments,
+        eager=len(array) <= EAGER_BYTES,
+        combine=combine,
+        priority=priority,
+    )
+
+
+def _everyone_sums(rank: int, size: int, length: int) -> list[Segment]:
+    """Block r is the array as rank r sums it: every rank sends its own to all, and sums all, in one order."""
+    segments = []
+    for root in range(size):
+        if root == rank:
+            route = Route(children=tuple(other for other in range(size) if other != rank))
+        else:
+            route = Route(parent=root)
+        if length:
+            segments.append(Segment(root, 0, length, route))
+    return segments

@@ -1,0 +1,111 @@
+"""The standing plan of a group: which rank sums and distributes which share of every all-reduce.
+
+Ranks on one host share its links, so they sum among themselves first and one copy leaves the host. Rack
+uplinks that nobody has told the rate of are taken as scarce: summing inside a rack first costs its hosts
+nothing, and is what saves an uplink.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from mlfabric.plan.allreduce import HostShare, link_loads, plan_all_reduce
+from mlfabric.plan.staircase import INF
+from mlfabric.topology import Network, Rack
+
+# Shares do not depend on the size; predictions are made for this one.
+NOMINAL_BYTES: Final = 16_000_000
+# A rack uplink of unknown rate is taken as the sum of its hosts divided by this.
+UNKNOWN_OVERSUBSCRIPTION: Final = 8
+# Chunks where all hosts are alike, and where a slow one would make everybody wait for its last.
+EVEN_CHUNK_BYTES: Final = 256 * 1024
+UNEVEN_CHUNK_BYTES: Final = 128 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """Shares by rank; `domains` sum inside first, by `gathers`."""
+
+    reduces: tuple[float, ...]
+    broadcasts: tuple[float, ...]
+    gathers: tuple[float, ...]
+    domains: tuple[tuple[int, ...], ...]
+    chunk_bytes: int
+    predicted_s: float  # for NOMINAL_BYTES
+    reason: str
+
+
+def plan_group(network: Network, hosts: Sequence[str]) -> GroupPlan:
+    """Shares for ranks that live on these hosts, in rank order."""
+    network = _with_racks(network, hosts)
+    plan = plan_all_reduce(network, sorted(set(hosts)), NOMINAL_BYTES)
+    ranks: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks.setdefault(host, []).append(rank)
+    count = {host: len(mine) for host, mine in ranks.items()}
+
+    def by_rank(value: Mapping[str, float]) -> tuple[float, ...]:
+        return tuple(value[host] / count[host] for host in hosts)
+
+    reduces = by_rank({share.host: share.reduces for share in plan.shares})
+    broadcasts = by_rank({share.host: share.broadcasts for share in plan.shares})
+    gathers: tuple[float, ...] = ()
+    domains: tuple[tuple[int, ...], ...] = ()
+    if any(number > 1 for number in count.values()):
+        gathers = tuple(1 / count[host] for host in hosts)
+        domains = tuple(tuple(ranks[host]) for host in sorted(ranks))
+    elif plan.form == "racks":
+        gathers = by_rank({share.host: share.gathers for share in plan.shares})
+        racks: dict[str | None, list[int]] = {}
+        for rank, host in enumerate(hosts):
+            racks.setdefault(network.hosts[host].rack, []).append(rank)
+        domains = tuple(tuple(racks[name]) for name in sorted(racks, key=str))
+    chunk = EVEN_CHUNK_BYTES if _alike(plan.shares) else UNEVEN_CHUNK_BYTES
+    return GroupPlan(reduces, broadcasts, gathers, domains, chunk, plan.predicted_s, plan.reason)
+
+
+def predicted_time(network: Network, hosts: Sequence[str], plan: GroupPlan) -> float:
+    """What a plan made earlier would take over the links as they are believed to be now."""
+    network = _with_racks(network, hosts)
+    by_host: dict[str, HostShare] = {}
+    for rank, host in enumerate(hosts):
+        sofar = by_host.get(host, HostShare(host, 0.0, 0.0))
+        gathers = plan.gathers[rank] if plan.gathers else 0.0
+        by_host[host] = replace(
+            sofar,
+            reduces=sofar.reduces + plan.reduces[rank],
+            broadcasts=sofar.broadcasts + plan.broadcasts[rank],
+            gathers=sofar.gathers + gathers,
+        )
+    in_racks = bool(plan.domains) and len(set(hosts)) == len(hosts)
+    loads = link_loads(network, "racks" if in_racks else "shares", tuple(by_host.values()))
+    times = [
+        load * NOMINAL_BYTES / network.capacity(link) if network.capacity(link) > 0 else INF
+        for link, load in loads.items()
+        if load > 0
+    ]
+    return max(times, default=0.0)
+
+
+def _alike(shares: Sequence[HostShare]) -> bool:
+    biggest = max(share.reduces for share in shares)
+    return min(share.reduces for share in shares) > 0.5 * biggest
+
+
+def _with_racks(network: Network, hosts: Sequence[str]) -> Network:
+    """The network with an uplink for every rack of these hosts."""
+    unknown: dict[str, float] = {}
+    for name in sorted(set(hosts)):
+        host = network.hosts[name]
+        if host.rack is not None and host.rack not in network.racks:
+            sofar = unknown.get(host.rack, 0.0)
+            unknown[host.rack] = sofar + min(host.up_bytes_per_s, host.down_bytes_per_s)
+    if not unknown:
+        return network
+    guessed = [
+        Rack(name, rate / UNKNOWN_OVERSUBSCRIPTION, rate / UNKNOWN_OVERSUBSCRIPTION)
+        for name, rate in unknown.items()
+    ]
+    return Network.of(network.hosts.values(), [*network.racks.values(), *guessed])

@@ -1,0 +1,141 @@
+"""The scheduler's side of groups: who wants one, who has not come, and the standing plan of each.
+
+A group is formed once all of its members have asked for it, so that nobody waits without being told for whom.
+From then on its operations need no scheduler; it only sends better shares when the links have changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mlfabric.messages import GroupFailed, GroupFormed, GroupPending, GroupWanted, SharesPlanned
+from mlfabric.plan.groups import GroupPlan, plan_group, predicted_time
+from mlfabric.roles.actions import Action, Note, Send
+from mlfabric.topology import Network
+
+# Those who wait hear whom they wait for this often.
+PENDING_S = 1.0
+# A new plan has to be faster by this factor: every change costs an operation that is half old, half new.
+WORTH_CHANGING = 1.03
+
+
+@dataclass(slots=True)
+class _Forming:
+    tell_at: float
+    wanted: dict[str, GroupWanted] = field(default_factory=dict)  # by node
+
+
+@dataclass(slots=True)
+class _Formed:
+    name: str
+    nodes: tuple[str, ...]
+    hosts: tuple[str, ...]
+    plan: GroupPlan
+    plans: int = 1  # how many it has had
+
+
+class Groups:
+    """The groups of one job."""
+
+    def __init__(self) -> None:
+        self._forming: dict[str, _Forming] = {}  # by name
+        self._formed: dict[int, _Formed] = {}  # by number
+        self._count = 0
+
+    def want(self, node: str, message: GroupWanted, now: float) -> None:
+        forming = self._forming.setdefault(message.name, _Forming(now + PENDING_S))
+        forming.wanted[node] = message
+
+    def check(
+        self, name: str, workers: Sequence[str], absent: int, hosts: Mapping[str, str], network: Network
+    ) -> list[Action]:
+        """Form the group once everybody has come; everybody hears of it if they disagree."""
+        forming = self._forming.get(name)
+        if forming is None or self._missing(forming, workers, absent):
+            return []
+        del self._forming[name]
+        asked = {message.nodes for message in forming.wanted.values()}
+        if len(asked) > 1:
+            first, second, *_ = sorted(asked, key=lambda nodes: (len(nodes), nodes))
+            reason = (
+                f"group {name or 'of all workers'}: its members disagree on who is in it: "
+                f"{', '.join(first) or 'all'} or {', '.join(second)}"
+            )
+            return [Send(node, "participant", GroupFailed(name, reason)) for node in sorted(forming.wanted)]
+        nodes = next(iter(asked)) or tuple(workers)
+        plan = plan_group(network, [hosts[node] for node in nodes])
+        self._formed = {number: group for number, group in self._formed.items() if group.name != name}
+        self._count += 1
+        self._formed[self._count] = _Formed(name, nodes, tuple(hosts[node] for node in nodes), plan)
+        formed = GroupFormed(self._count, name, nodes)
+        shares = _shares(self._count, 1, plan)
+        return [
+            Note("group-formed", f"group {name or 'of all workers'}: {plan.reason}"),
+            *(Send(node, "participant", message) for node in nodes for message in (formed, shares)),
+        ]
+
+    def _missing(self, forming: _Forming, workers: Sequence[str], absent: int) -> tuple[str, ...]:
+        named = next(iter(forming.wanted.values())).nodes
+        missing = tuple(node for node in (named or workers) if node not in forming.wanted)
+        if not missing and not named and absent:
+            return (f"{absent} workers that have not joined",)
+        return missing
+
+    def replan(self, network: Network) -> list[Action]:
+        """The links have changed: send better shares where they are worth it."""
+        actions: list[Action] = []
+        for number, group in self._formed.items():
+            if any(host not in network.hosts for host in group.hosts):
+                continue
+            plan = plan_group(network, group.hosts)
+            standing_s = predicted_time(network, group.hosts, group.plan)
+            if plan.predicted_s * WORTH_CHANGING >= standing_s:
+                continue
+            group.plan = plan
+            group.plans += 1
+            shares = _shares(number, group.plans, plan)
+            actions.append(Note("replanned", f"group {group.name or 'of all workers'}: {plan.reason}"))
+            actions += [Send(node, "participant", shares) for node in group.nodes]
+        return actions
+
+    def tell_pending(self, workers: Sequence[str], absent: int, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for name, forming in self._forming.items():
+            if now < forming.tell_at:
+                continue
+            forming.tell_at = now + PENDING_S
+            pending = GroupPending(name, self._missing(forming, workers, absent))
+            actions += [Send(node, "participant", pending) for node in sorted(forming.wanted)]
+        return actions
+
+    def lost(self, node: str, reason: str) -> list[Action]:
+        """Somebody is gone: its groups are over, and who waits for one with it hears of it."""
+        for number in [number for number, group in self._formed.items() if node in group.nodes]:
+            del self._formed[number]
+        actions: list[Action] = []
+        for name, forming in list(self._forming.items()):
+            forming.wanted.pop(node, None)
+            if all(message.nodes and node not in message.nodes for message in forming.wanted.values()):
+                continue
+            del self._forming[name]
+            failed = GroupFailed(name, f"group {name or 'of all workers'}: {node} {reason}")
+            actions += [Send(other, "participant", failed) for other in sorted(forming.wanted)]
+        return actions
+
+    def deadlines(self) -> list[float]:
+        return [forming.tell_at for forming in self._forming.values()]
+
+
+def _shares(group: int, number: int, plan: GroupPlan) -> SharesPlanned:
+    return SharesPlanned(
+        group,
+        number,
+        plan.reduces,
+        plan.broadcasts,
+        plan.gathers,
+        plan.domains,
+        plan.chunk_bytes,
+        plan.predicted_s,
+        plan.reason,
+    )

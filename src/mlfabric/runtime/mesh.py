@@ -1,0 +1,211 @@
+"""Collective links over TCP: one duplex socket between each two members, in the engine's loop.
+
+Bytes go from the caller's array to the socket and from the socket to where they belong. Waking up is what
+costs time here: a link asks the kernel to be woken only when a good part of a chunk is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections import deque
+from collections.abc import Callable
+
+from mlfabric.collective.frames import HEADER_BYTES, FrameHeader, unpack_header
+from mlfabric.collective.switchboard import OutFrame, Switchboard
+
+# Bytes read beyond a chunk: the next header, and short frames that follow each other.
+SCRATCH_BYTES = 4096
+# Sleep until so many bytes are there, or the rest of the chunk.
+LOW_WATER_BYTES = 256 * 1024
+# Handed to the kernel in one call.
+BATCH_BYTES = 512 * 1024
+BATCH_FRAMES = 16
+# What one link may read before others get their turn.
+READS_PER_TURN = 8
+
+
+class Closed(Exception):  # noqa: N818 - how a link ends
+    """The other side has closed the link."""
+
+
+class Link:
+    def __init__(self, sock: socket.socket, peer: str, board: Switchboard) -> None:
+        self.sock = sock
+        self.peer = peer
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self._board = board
+        self._frames: deque[OutFrame] = deque()  # handed out, not yet all in the kernel's hands
+        self._out: list[memoryview] = []
+        self._left: deque[int] = deque()  # bytes of each of those frames still to go
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._have = 0
+        self._header: FrameHeader | None = None
+        self._place: memoryview | None = None  # None under a header: its bytes go nowhere
+        self._target = memoryview(b"")
+        self._got = 0
+        self._low_water = 1
+        self.blocked = False  # the kernel takes no more for now
+
+    # --- sending ----------------------------------------------------------------------------------------
+
+    def pump(self) -> bool:
+        """Send until the kernel takes no more (True) or there is nothing left to send (False)."""
+        self.blocked = False
+        while self._out or self._load():
+            try:
+                count = self.sock.sendmsg(self._out)
+            except BlockingIOError:
+                self.blocked = True
+                break
+            self.sent_bytes += count
+            if not self._advance(count):
+                self.blocked = True
+                break
+        return self.blocked
+
+    def _load(self) -> bool:
+        size = 0
+        while size < BATCH_BYTES and len(self._frames) < BATCH_FRAMES:
+            frame = self._board.next_frame(self.peer)
+            if frame is None:
+                break
+            length = len(frame.head)
+            self._out.append(memoryview(frame.head))
+            if frame.payload is not None:
+                length += len(frame.payload)
+                self._out.append(frame.payload)
+            self._frames.append(frame)
+            self._left.append(length)
+            size += length
+        return bool(self._out)
+
+    def _advance(self, count: int) -> bool:
+        """So many bytes are gone; whether that was all."""
+        out = self._out
+        gone, rest = 0, count
+        while gone < len(out) and rest >= len(out[gone]):
+            rest -= len(out[gone])
+            gone += 1
+        del out[:gone]
+        if rest:
+            out[0] = out[0][rest:]
+        done = []
+        while self._left and count >= self._left[0]:
+            count -= self._left.popleft()
+            done.append(self._frames.popleft())
+        if self._left:
+            self._left[0] -= count
+        for frame in done:
+            self._board.sent(frame)
+        return not out
+
+    # --- receiving --------------------------------------------------------------------------------------
+
+    def receive(self) -> None:
+        """Take what is there. Raises Closed at the end of the stream, WireError for nonsense."""
+        for _ in range(READS_PER_TURN):
+            try:
+                if self._header is None:
+                    count = self.sock.recv_into(self._scratch[self._have :])
+                    wanted = SCRATCH_BYTES - self._have
+                else:
+                    rest = self._target[self._got :]
+                    count = self.sock.recvmsg_into([rest, self._scratch])[0]
+                    wanted = len(rest)
+            except BlockingIOError:
+                break
+            if count == 0:
+                raise Closed
+            self.received_bytes += count
+            self._sort(count)
+            if count < wanted:
+                break
+        self._set_low_water()
+
+    def _sort(self, count: int) -> None:
+        if self._header is None:
+            self._have += count
+        else:
+            direct = min(count, len(self._target) - self._got)
+            self._got += direct
+            self._have = count - direct
+            if self._got == len(self._target):
+                self._complete()
+        at = 0
+        while True:
+            if self._header is None:
+                if self._have - at < HEADER_BYTES:
+                    break
+                self._open(unpack_header(self._scratch, at))
+                at += HEADER_BYTES
+            else:
+                take = min(self._have - at, len(self._target) - self._got)
+                self._target[self._got : self._got + take] = self._scratch[at : at + take]
+                self._got += take
+                at += take
+                if self._got < len(self._target):
+                    break
+                self._complete()
+        if at and at < self._have:
+            self._scratch[: self._have - at] = bytes(self._scratch[at : self._have])
+        self._have -= at
+
+    def _open(self, header: FrameHeader) -> None:
+        self._header = header
+        self._place = self._board.place(self.peer, header)
+        self._target = self._place if self._place is not None else memoryview(bytearray(header.length))
+        self._got = 0
+
+    def _complete(self) -> None:
+        header, place = self._header, self._place
+        assert header is not None
+        self._header, self._place, self._target = None, None, memoryview(b"")
+        self._board.received(self.peer, header, place)
+
+    def _set_low_water(self) -> None:
+        rest = len(self._target) - self._got if self._header is not None else 1
+        level = min(rest, LOW_WATER_BYTES) if rest > SCRATCH_BYTES else 1
+        if level != self._low_water:
+            self._low_water = level
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, level)
+
+
+class Mesh:
+    """The links of a node. `open_link` is the engine's way to one; `watch` has it wait for room to send."""
+
+    def __init__(
+        self, board: Switchboard, open_link: Callable[[str], None], watch: Callable[[Link], None]
+    ) -> None:
+        self.board = board
+        self._open = open_link
+        self._watch = watch
+        self._links: dict[str, Link] = {}
+
+    def connect(self, peers: tuple[str, ...]) -> None:
+        """Have links to all of them; of each two the one with the lower name calls."""
+        for peer in peers:
+            if self.board.node < peer and peer not in self._links:
+                self._open(peer)
+
+    def add(self, link: Link) -> None:
+        self._links[link.peer] = link
+        self.board.woken.add(link.peer)
+        self.flush()
+
+    def lose(self, peer: str, reason: str) -> None:
+        self._links.pop(peer, None)
+        self.board.lost(peer, reason)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send whatever became possible."""
+        woken = self.board.woken
+        while woken:
+            link = self._links.get(woken.pop())
+            if link is None or link.blocked:
+                continue
+            with contextlib.suppress(OSError):  # its end is noticed where it is read
+                if link.pump():
+                    self._watch(link)
