@@ -317,6 +317,7 @@ def join_with(settings: Settings, roles: tuple[str, ...], timeout: float = 10.0)
         down_bytes_per_s=settings.down_bytes_per_s,
         job=settings.job,
         rack=settings.rack,
+        rates_guessed=settings.rates_guessed,
     )
     engine.node.start_role("member", MemberSettings(member, leader, settings.expected))
     engine.start()

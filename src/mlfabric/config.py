@@ -37,6 +37,7 @@ class Settings:
     log: Path | None
     insecure: bool
     rack: str | None = None
+    rates_guessed: bool = False
     mirror: Path | None = None  # a folder where the weights this member leads can be read, even after a kill
 
 
@@ -83,6 +84,8 @@ def from_environment(
         down_bytes_per_s=into,
         log=Path(written) if written else None,
         insecure=insecure if insecure is not None else env.get("MLFABRIC_INSECURE") == "1",
+        rack=env.get("MLFABRIC_RACK"),
+        rates_guessed=all(r is None for r in (up, down, env.get("MLFABRIC_UP"), env.get("MLFABRIC_DOWN"))),
     )
 
 

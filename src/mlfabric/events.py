@@ -108,6 +108,13 @@ class GroupRequested(Event, frozen=True):
     nodes: tuple[str, ...] = ()  # in rank order; none: all workers of the job
 
 
+class RatesMeasured(Event, frozen=True):
+    """What this host's links were seen to carry, in payload bytes per second; None: never seen."""
+
+    up_bytes_per_s: float | None
+    down_bytes_per_s: float | None
+
+
 class LeaveRequested(Event, frozen=True):
     pass
 

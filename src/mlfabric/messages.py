@@ -86,6 +86,7 @@ class MemberInfo(msgspec.Struct, frozen=True):
     down_bytes_per_s: float
     job: str = "job"
     rack: str | None = None
+    rates_guessed: bool = False  # nobody said how fast its links are
 
 
 class Join(Message, frozen=True):
@@ -124,8 +125,8 @@ class HeartbeatSeen(Message, frozen=True):
 class RatesLearned(Message, frozen=True):
     """A host's rates as its own transfers showed them, in payload bytes per second."""
 
-    up_bytes_per_s: float
-    down_bytes_per_s: float
+    up_bytes_per_s: float | None  # None: nothing was learned of it
+    down_bytes_per_s: float | None
 
 
 # Why a node is gone that said good-bye; its connections end by themselves, after what they still carry.

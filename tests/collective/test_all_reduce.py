@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mlfabric.collective import operations
 from mlfabric.collective.arithmetic import numpy_combine
+from mlfabric.collective.group import IN_FLIGHT
 from mlfabric.collective.operations import Operation, all_reduce
 from mlfabric.collective.routes import Shares
 from mlfabric.plan.groups import plan_group
@@ -48,6 +49,8 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits of a few bytes, so that small arrays take every way large ones do."""
     monkeypatch.setattr(operations, "WHOLE_BYTES", 32)
     monkeypatch.setattr(operations, "EAGER_BYTES", 128)
+    monkeypatch.setattr(operations, "ROUND_BYTES", 256)
+    monkeypatch.setattr(operations, "ROUND_BYTES_PER_RANK", 8)
     monkeypatch.setattr(operations, "WINDOW_BYTES", 200)
     monkeypatch.setattr(operations, "FLIGHT_BYTES", 0)
 
@@ -174,17 +177,16 @@ def test_few_bytes_wait_at_one_place() -> None:
     size = 3
     wires = Wires(size, 0)
     wires.form()
-    arrays = [np.ones(10_000) for _ in range(size)]
+    arrays = [np.ones(2_000) for _ in range(size)]
     for rank in range(size):
         wires.boards[f"n{rank}"].groups[1].adopt(Shares(1, (1.0, 0.0, 0.0), (1.0, 0.0, 0.0), chunk_bytes=80))
         wires.post(f"n{rank}", reduce_of(arrays[rank], rank, size))
     root = wires.boards["n0"].groups[1]
     worst = 0
-    for _ in range(20_000):
+    for _ in range(30_000):
         wires.run(1)
-        running = root.running.get(0)
-        if running is not None and running.exchange is not None:
-            staged = sum(len(v) for c in running.exchange._chunks.values() for v in c.parts.values())
-            worst = max(worst, staged)
-    assert 0 < worst <= 2 * 200
+        exchanges = [running.exchange for running in root.running.values() if running.exchange]
+        staged = [v for each in exchanges for chunk in each._chunks.values() for v in chunk.parts.values()]
+        worst = max(worst, sum(len(view) for view in staged))
+    assert 0 < worst <= IN_FLIGHT * 2 * 200
     assert not root.running

@@ -60,7 +60,7 @@ from mlfabric.messages import (
     WithdrawSlot,
 )
 from mlfabric.roles.actions import Action, SchedulerSettings, Send
-from mlfabric.roles.groups import PENDING_S
+from mlfabric.roles.groups import GATHER_S, PENDING_S
 from mlfabric.roles.scheduler import Scheduler
 from tests.roles.feeding import Fed, notes, said, sent
 
@@ -500,11 +500,14 @@ def test_a_slow_link_brings_new_shares_once_and_only_if_worth_it() -> None:
     fabric = Fabric("w0", "w1", "w2", "w3")
     for name in ("w0", "w1", "w2", "w3"):
         fabric.tell(GroupWanted(""), name)
-    assert not sent(SharesPlanned, fabric.tell(RatesLearned(0.99e6, 1e6), "w2"))
-    shares = said(SharesPlanned, fabric.tell(RatesLearned(0.25e6, 0.25e6), "w2"), "w0")
+    fabric.tell(RatesLearned(0.99e6, 1e6), "w2")
+    assert not sent(SharesPlanned, fabric.wait(GATHER_S))
+    fabric.tell(RatesLearned(0.25e6, 0.25e6), "w2")
+    shares = said(SharesPlanned, fabric.wait(GATHER_S), "w0")
     assert shares.plan == 2
     assert shares.reduces[2] < 0.05
-    assert not sent(SharesPlanned, fabric.tell(RatesLearned(0.25e6, 0.25e6), "w2"))
+    fabric.tell(RatesLearned(0.25e6, 0.25e6), "w2")
+    assert not sent(SharesPlanned, fabric.wait(GATHER_S))
 
 
 def test_strangers_are_not_listened_to() -> None:

@@ -14,10 +14,11 @@ import msgspec
 
 from mlfabric.wire import NOT_DECODABLE, WireError
 
-# magic, kind, reserved, group, sequence number, block, offset in the block, length of what follows
+# magic, kind, flags, group, sequence number, block, offset in the block, length of what follows
 _HEADER: Final = struct.Struct("<BBHIIIQI")
 HEADER_BYTES: Final = _HEADER.size
 _MAGIC: Final = 0x6D
+_PRESSED: Final = 1
 
 MAX_ANNOUNCEMENT_BYTES: Final = 2**20
 MAX_CHUNK_BYTES: Final = 8 * 2**20
@@ -41,6 +42,7 @@ class FrameHeader(NamedTuple):
     block: int
     offset: int
     length: int
+    pressed: bool = False  # bytes wait at the sender for this receiver alone
 
 
 class Announcement(msgspec.Struct, frozen=True, array_like=True):
@@ -65,9 +67,16 @@ _announcements = msgspec.msgpack.Decoder(Announcement)
 
 
 def pack_header(
-    kind: FrameKind, group: int, sequence: int, block: int = 0, offset: int = 0, length: int = 0
+    kind: FrameKind,
+    group: int,
+    sequence: int,
+    block: int = 0,
+    offset: int = 0,
+    length: int = 0,
+    pressed: bool = False,
 ) -> bytes:
-    return _HEADER.pack(_MAGIC, kind, 0, group, sequence, block, offset, length)
+    flags = _PRESSED if pressed else 0
+    return _HEADER.pack(_MAGIC, kind, flags, group, sequence, block, offset, length)
 
 
 _KINDS: Final = {int(kind): kind for kind in FrameKind}
@@ -80,13 +89,13 @@ _LONGEST: Final = dict.fromkeys(FrameKind, MAX_CHUNK_BYTES) | {
 
 
 def unpack_header(buffer: memoryview | bytes | bytearray, at: int = 0) -> FrameHeader:
-    magic, number, _, group, sequence, block, offset, length = _HEADER.unpack_from(buffer, at)
+    magic, number, flags, group, sequence, block, offset, length = _HEADER.unpack_from(buffer, at)
     kind = _KINDS.get(number)
     if magic != _MAGIC or kind is None:
         raise WireError(f"bytes {magic:#04x} {number:#04x} where a frame should begin")
     if length > _LONGEST[kind]:
         raise WireError(f"a frame of {length} bytes, allowed are {_LONGEST[kind]}")
-    return FrameHeader(kind, group, sequence, block, offset, length)
+    return FrameHeader(kind, group, sequence, block, offset, length, bool(flags & _PRESSED))
 
 
 def encode_announcement(announcement: Announcement) -> bytes:

@@ -25,7 +25,7 @@ from mlfabric.collective.routes import Shares, equal_shares
 from mlfabric.wire import WireError
 
 # Operations of one group that run at the same time; the next ones wait their turn.
-IN_FLIGHT = 4
+IN_FLIGHT = 3
 # Bytes that may come for operations we have not been called for yet, per group.
 AHEAD_BYTES = 64 * 2**20
 
@@ -93,6 +93,9 @@ class Group:
 
     def post(self, operation: Operation, done: Done) -> int:
         """Begin an operation, or queue it behind those that run; `done` hears of its end."""
+        if operation.rounds:
+            done = _after(len(operation.rounds), done)
+            return [self.post(each, done) for each in operation.rounds][-1]
         sequence = self._next
         self._next += 1
         if self.broken is not None:
@@ -277,6 +280,22 @@ class Group:
 
     def _names(self, ranks: list[int]) -> str:
         return ", ".join(f"rank {rank} ({self.nodes[rank]})" for rank in ranks)
+
+
+def _after(count: int, done: Done) -> Done:
+    """Tell `done` once, after so many ends or the first that is a failure."""
+    left = count
+
+    def one(error: str | None) -> None:
+        nonlocal left
+        left -= 1
+        if error is not None and left >= 0:
+            left = 0
+        if left == 0:
+            left = -1
+            done(error)
+
+    return one
 
 
 def _same(mine: Announcement, theirs: Announcement, rank: int, other: int) -> bool:

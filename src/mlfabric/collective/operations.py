@@ -7,7 +7,8 @@ announcement. The others wait until every rank has come, and take the newest pla
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from mlfabric.collective.exchange import Buffers, Combine
 from mlfabric.collective.frames import Announcement
@@ -17,6 +18,9 @@ from mlfabric.collective.routes import Route, Segment, Shares, all_reduce_segmen
 WHOLE_BYTES = 2048
 # Up to this size equal shares leave with the announcement: what a plan could gain is less than a round trip.
 EAGER_BYTES = 256 * 1024
+# A large array is reduced in rounds, so that a change of plan is not late by a whole operation. They overlap.
+ROUND_BYTES = 2 * 2**20
+ROUND_BYTES_PER_RANK = 256 * 1024
 # Parts on their way to one rank, unanswered; and to all ranks together.
 WINDOW_BYTES = 512 * 1024
 FLIGHT_BYTES = 4 * 2**20
@@ -33,6 +37,7 @@ class Operation:
     combine: Combine | None = None
     answers: bool = False  # parts are answered by frames of their own, as no result comes back
     priority: int = 0  # lower goes first
+    rounds: tuple[Operation, ...] = ()  # done one after the other instead, each by the newest plan
 
 
 def window_for(size: int, chunk_bytes: int) -> int:
@@ -52,6 +57,30 @@ def all_reduce(
 ) -> Operation:
     """Reduce an array, in place, bit-identical on all ranks."""
     elements = len(array) // itemsize
+    announcement = Announcement("all_reduce", dtype, combine_name, -1, (elements,))
+
+    def part(start: int, stop: int) -> Operation:
+        view = array[start * itemsize : stop * itemsize]
+        return _all_reduce_round(announcement, rank, size, view, itemsize, combine, priority)
+
+    step = max(ROUND_BYTES, size * ROUND_BYTES_PER_RANK)
+    count = len(array) // step
+    if size <= 2 or count < 2:
+        return part(0, elements)
+    rounds = tuple(part(*bounds) for bounds in pairwise(elements * i // count for i in range(count + 1)))
+    return replace(rounds[0], rounds=rounds)
+
+
+def _all_reduce_round(
+    announcement: Announcement,
+    rank: int,
+    size: int,
+    array: memoryview,
+    itemsize: int,
+    combine: Combine,
+    priority: int,
+) -> Operation:
+    elements = len(array) // itemsize
     whole = len(array) <= WHOLE_BYTES
 
     def segments(shares: Shares) -> list[Segment]:
@@ -65,14 +94,8 @@ def all_reduce(
         buffers = Buffers((own,) * size, (array,) * size)
     else:
         buffers = Buffers((array,), (array,))
-    return Operation(
-        Announcement("all_reduce", dtype, combine_name, -1, (elements,)),
-        buffers,
-        segments,
-        eager=len(array) <= EAGER_BYTES,
-        combine=combine,
-        priority=priority,
-    )
+    eager = len(array) <= EAGER_BYTES
+    return Operation(announcement, buffers, segments, eager, combine, priority=priority)
 
 
 def _everyone_sums(rank: int, size: int, length: int) -> list[Segment]:

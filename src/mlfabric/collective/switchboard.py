@@ -98,9 +98,15 @@ class Switchboard:
             self.woken |= {group.nodes[rank] for rank in group.woken}
             group.woken.clear()
 
+    @property
+    def busy(self) -> bool:
+        """Whether any operation is under way."""
+        return bool(self._order)
+
     # --- frames out -------------------------------------------------------------------------------------
 
-    def next_frame(self, peer: str) -> OutFrame | None:
+    def next_frame(self, peer: str, pressed: bool = False) -> OutFrame | None:
+        """What to send to a peer now; `pressed` tells it that our bytes wait for it alone."""
         urgent = self._urgent.get(peer)
         if urgent:
             return OutFrame(urgent.popleft())
@@ -110,8 +116,9 @@ class Switchboard:
             pending = group.next_chunk(sequence, group.nodes.index(peer))
             if pending is not None:
                 chunk = pending.chunk
+                size = len(pending.payload)
                 head = pack_header(
-                    pending.kind, group.number, sequence, chunk.block, chunk.start, len(pending.payload)
+                    pending.kind, group.number, sequence, chunk.block, chunk.start, size, pressed
                 )
                 return OutFrame(head, pending.payload, group, sequence, pending)
         return None

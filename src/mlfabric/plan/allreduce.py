@@ -94,7 +94,7 @@ def plan_all_reduce(
     """The fastest form for these workers: plain, unequal shares with idle hosts, or racks first."""
     names = sorted(set(workers))
     spare = sorted(set(idle).difference(names))
-    plans = [_plan_plain(network, names, size_bytes), _plan_shares(network, names, spare, size_bytes)]
+    plans = [plan_plain(network, names, size_bytes), _plan_shares(network, names, spare, size_bytes)]
     in_racks = plan_in_racks(network, names, size_bytes)
     if in_racks is not None:
         plans.append(in_racks)
@@ -118,7 +118,8 @@ def plan_all_reduce(
 # -- one level
 
 
-def _plan_plain(network: Network, workers: Sequence[str], size_bytes: int) -> AllReducePlan:
+def plan_plain(network: Network, workers: Sequence[str], size_bytes: int) -> AllReducePlan:
+    """Every worker sums and distributes the same share."""
     even = 1 / len(workers) if workers else 0.0
     shares = tuple(HostShare(name, even, even) for name in workers)
     return _with_prediction(network, "plain", shares, size_bytes, "plain shards")
@@ -138,10 +139,10 @@ def _plan_shares(
     ]
     count = len(workers)
     if count < 3:
-        return _plan_plain(network, workers, size_bytes)
+        return plan_plain(network, workers, size_bytes)
     time_s = lower_bound(up, down, size_bytes, [(rate, rate) for _, rate in helpers])
     if time_s == INF:
-        return _plan_plain(network, workers, size_bytes)
+        return plan_plain(network, workers, size_bytes)
     lent = [time_s * rate / (count * size_bytes) for _, rate in helpers]
     room_up = [max(0.0, time_s * rate / size_bytes - 1) / (count - 2) for rate in up]
     room_down = [max(0.0, time_s * rate / size_bytes - 1) / (count - 2) for rate in down]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from mlfabric.plan.allreduce import HostShare, link_loads, plan_all_reduce
+from mlfabric.plan.allreduce import HostShare, link_loads, plan_all_reduce, plan_plain
 from mlfabric.plan.staircase import INF
 from mlfabric.topology import Network, Rack
 
@@ -19,6 +19,8 @@ from mlfabric.topology import Network, Rack
 NOMINAL_BYTES: Final = 16_000_000
 # A rack uplink of unknown rate is taken as the sum of its hosts divided by this.
 UNKNOWN_OVERSUBSCRIPTION: Final = 8
+# Learned rates are never quite equal: other shares than equal ones have to gain more than this.
+LEAST_GAIN: Final = 0.08
 # Chunks where all hosts are alike, and where a slow one would make everybody wait for its last.
 EVEN_CHUNK_BYTES: Final = 256 * 1024
 UNEVEN_CHUNK_BYTES: Final = 128 * 1024
@@ -41,6 +43,10 @@ def plan_group(network: Network, hosts: Sequence[str]) -> GroupPlan:
     """Shares for ranks that live on these hosts, in rank order."""
     network = _with_racks(network, hosts)
     plan = plan_all_reduce(network, sorted(set(hosts)), NOMINAL_BYTES)
+    if plan.form == "shares":
+        plain = plan_plain(network, sorted(set(hosts)), NOMINAL_BYTES)
+        if plan.predicted_s > (1 - LEAST_GAIN) * plain.predicted_s:
+            plan = plain
     ranks: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         ranks.setdefault(host, []).append(rank)

@@ -16,8 +16,13 @@ from mlfabric.topology import Network
 
 # Those who wait hear whom they wait for this often.
 PENDING_S = 1.0
+# Rates learned within this time are planned with together.
+GATHER_S = 0.03
 # A new plan has to be faster by this factor: every change costs an operation that is half old, half new.
-WORTH_CHANGING = 1.03
+WORTH_CHANGING = 1.05
+# Soon after the last change only a large gain is believed: rates are still being learned.
+SOON_S = 2.0
+WORTH_CHANGING_SOON = 1.25
 
 
 @dataclass(slots=True)
@@ -33,6 +38,7 @@ class _Formed:
     hosts: tuple[str, ...]
     plan: GroupPlan
     plans: int = 1  # how many it has had
+    changed_at: float = -SOON_S
 
 
 class Groups:
@@ -42,6 +48,7 @@ class Groups:
         self._forming: dict[str, _Forming] = {}  # by name
         self._formed: dict[int, _Formed] = {}  # by number
         self._count = 0
+        self._replan_at: float | None = None
 
     def want(self, node: str, message: GroupWanted, now: float) -> None:
         forming = self._forming.setdefault(message.name, _Forming(now + PENDING_S))
@@ -82,17 +89,26 @@ class Groups:
             return (f"{absent} workers that have not joined",)
         return missing
 
-    def replan(self, network: Network) -> list[Action]:
-        """The links have changed: send better shares where they are worth it."""
+    def rates_changed(self, now: float) -> None:
+        """Plan again soon: when a link changes, others are learned anew a moment later."""
+        if self._formed and self._replan_at is None:
+            self._replan_at = now + GATHER_S
+
+    def replan(self, network: Network, now: float) -> list[Action]:
+        """Send better shares where the links have changed and it is worth it."""
+        if self._replan_at is None or now < self._replan_at:
+            return []
+        self._replan_at = None
         actions: list[Action] = []
         for number, group in self._formed.items():
             if any(host not in network.hosts for host in group.hosts):
                 continue
             plan = plan_group(network, group.hosts)
             standing_s = predicted_time(network, group.hosts, group.plan)
-            if plan.predicted_s * WORTH_CHANGING >= standing_s:
+            soon = now < group.changed_at + SOON_S
+            if plan.predicted_s * (WORTH_CHANGING_SOON if soon else WORTH_CHANGING) >= standing_s:
                 continue
-            group.plan = plan
+            group.plan, group.changed_at = plan, now
             group.plans += 1
             shares = _shares(number, group.plans, plan)
             actions.append(Note("replanned", f"group {group.name or 'of all workers'}: {plan.reason}"))
@@ -124,7 +140,8 @@ class Groups:
         return actions
 
     def deadlines(self) -> list[float]:
-        return [forming.tell_at for forming in self._forming.values()]
+        times = [forming.tell_at for forming in self._forming.values()]
+        return times if self._replan_at is None else [*times, self._replan_at]
 
 
 def _shares(group: int, number: int, plan: GroupPlan) -> SharesPlanned:

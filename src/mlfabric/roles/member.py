@@ -7,7 +7,15 @@ from __future__ import annotations
 
 import msgspec
 
-from mlfabric.events import DeadlinePassed, Event, JoinRequested, LeaveRequested, MessageReceived, PeerLost
+from mlfabric.events import (
+    DeadlinePassed,
+    Event,
+    JoinRequested,
+    LeaveRequested,
+    MessageReceived,
+    PeerLost,
+    RatesMeasured,
+)
 from mlfabric.messages import (
     FollowShard,
     Heartbeat,
@@ -16,6 +24,7 @@ from mlfabric.messages import (
     JoinRefused,
     LeadShard,
     Leave,
+    RatesLearned,
 )
 from mlfabric.roles.actions import (
     Action,
@@ -72,6 +81,8 @@ class Member:
             case DeadlinePassed() if self._beat_at is not None and now >= self._beat_at:
                 self._beat_at = now + self._settings.heartbeat_s
                 return [self._tell(Heartbeat(now))]
+            case RatesMeasured(up_bytes_per_s=up, down_bytes_per_s=down) if self._joined:
+                return [self._tell(RatesLearned(up, down))]
             case LeaveRequested():
                 self._left, self._beat_at = True, None
                 return [self._tell(Leave(me))]
@@ -81,7 +92,7 @@ class Member:
                 return [Note("scheduler-lost", sentence, loud=True), FailJob(sentence)]
         return []
 
-    def _tell(self, message: Join | Heartbeat | Leave) -> Send:
+    def _tell(self, message: Join | Heartbeat | Leave | RatesLearned) -> Send:
         return Send(self._settings.scheduler, "scheduler", message)
 
     def next_deadline(self) -> float | None:

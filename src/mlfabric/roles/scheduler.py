@@ -55,10 +55,10 @@ from mlfabric.messages import (
 from mlfabric.plan.values import Reserved
 from mlfabric.roles.actions import Action, Note, SchedulerSettings, Send
 from mlfabric.roles.applied import AppliedSet
+from mlfabric.roles.bandwidth import BandwidthView
 from mlfabric.roles.groups import Groups
 from mlfabric.roles.orderbook import OrderBook, ShardBook
 from mlfabric.roles.release import MAX_RATE, remainder
-from mlfabric.topology import Host, Network
 
 # A replica is brought up to date in spare time once it has used up this share of its bound.
 SPARE_SHARE = 0.5
@@ -108,7 +108,8 @@ class Scheduler:
         self._seen: dict[str, float] = {}
         self._lives: dict[tuple[str, str], int] = {}  # (job, name) -> how often it joined
         self._jobs: dict[str, _Job] = {}
-        self._network = Network.of(())
+        self._view = BandwidthView()
+        self._network = self._view.network()
         self._fail_overs = 0
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -120,7 +121,7 @@ class Scheduler:
             case PeerLost(node=node, reason=reason):
                 return [*self._lost(node, reason, now), *self._plan_due(now)]
             case DeadlinePassed():
-                return [*self._silent(now), *self._tell_pending(now), *self._plan_due(now)]
+                return [*self._silent(now), *self._look_after_groups(now), *self._plan_due(now)]
         return []
 
     def _on_message(self, sender: str, message: ControlMessage, now: float) -> list[Action]:
@@ -132,8 +133,8 @@ class Scheduler:
             case Heartbeat(sent_s=sent):
                 return [Send(sender, "member", HeartbeatSeen(sent, now))]
             case RatesLearned():
-                self._learn_rates(sender, message)
-                return [a for job in self._jobs.values() for a in job.groups.replan(self._network)]
+                self._learn_rates(sender, message, now)
+                return []
         job = self._job_of(sender)
         if job is None:
             return []
@@ -181,8 +182,8 @@ class Scheduler:
         job.expected = max(job.expected, message.expected)
         self._members[name] = member
         self._seen[name] = now
-        host = Host(member.host, member.up_bytes_per_s, member.down_bytes_per_s, member.rack)
-        self._network = self._network.with_host(host)
+        self._view.add(member)
+        self._network = self._view.network()
         life = self._lives.get((member.job, name), 0) + 1
         self._lives[member.job, name] = life
         label = name if life == 1 else f"{name}~{life}"
@@ -194,12 +195,12 @@ class Scheduler:
             *self._find_replicas(job),
         ]
 
-    def _learn_rates(self, sender: str, learned: RatesLearned) -> None:
+    def _learn_rates(self, sender: str, learned: RatesLearned, now: float) -> None:
         """Plan with what a host's transfers showed; nonsense is not believed."""
-        member = self._members.get(sender)
-        up, down = learned.up_bytes_per_s, learned.down_bytes_per_s
-        if member is not None and 0 < up < MAX_RATE and 0 < down < MAX_RATE:
-            self._network = self._network.with_host(Host(member.host, up, down, member.rack))
+        if self._view.learn(sender, learned):
+            self._network = self._view.network()
+            for job in self._jobs.values():
+                job.groups.rates_changed(now)
 
     def _announce(self) -> list[Action]:
         everybody = Members(tuple(self._members[name] for name in sorted(self._members)))
@@ -225,8 +226,8 @@ class Scheduler:
         if member is None:
             return []
         del self._seen[node]
-        if not any(other.host == member.host for other in self._members.values()):
-            self._network = self._network.without_host(member.host)
+        self._view.remove(node)
+        self._network = self._view.network()
         job = self._jobs[member.job]
         actions: list[Action] = [
             Note("node-lost", f"{node}: {reason}", loud=reason != LEFT),
@@ -535,12 +536,12 @@ class Scheduler:
         hosts = {node: member.host for node, member in self._members.items()}
         return job.groups.check(name, self._workers(job), self._absent(job), hosts, self._network)
 
-    def _tell_pending(self, now: float) -> list[Action]:
-        return [
-            action
-            for job in self._jobs.values()
-            for action in job.groups.tell_pending(self._workers(job), self._absent(job), now)
-        ]
+    def _look_after_groups(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for job in self._jobs.values():
+            actions += job.groups.tell_pending(self._workers(job), self._absent(job), now)
+            actions += job.groups.replan(self._network, now)
+        return actions
 
     # --- time and state ---------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from mlfabric.config import format_address, is_loopback, parse_address
 from mlfabric.data import DataPlane
 from mlfabric.errors import ConnectError, FabricError
 from mlfabric.eventlog import LogSink
-from mlfabric.events import Event
+from mlfabric.events import Event, RatesMeasured
 from mlfabric.messages import (
     LEFT,
     ControlMessage,
@@ -218,6 +218,9 @@ class Engine:
         at = self.node.next_deadline()
         if at is not None and at <= self.now():
             self.node.tick()
+        rates = self.mesh.look(time.monotonic())
+        if rates is not None:
+            self.node.post("member", RatesMeasured(*rates))
         self._expire()
 
     def _patience(self) -> float:
@@ -227,6 +230,9 @@ class Engine:
         at = self.node.next_deadline()
         if at is not None:
             waits.append(at - self.now())
+        look_at = self.mesh.next_look(time.monotonic())
+        if look_at is not None:
+            waits.append(look_at - time.monotonic())
         if self._linger_until is not None or self._leaving:
             waits.append(0.01)
         return max(min(waits), 0.0)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
+import time
 from collections import deque
 from collections.abc import Callable
 
-from mlfabric.collective.frames import HEADER_BYTES, FrameHeader, unpack_header
+from mlfabric.collective.frames import HEADER_BYTES, FrameHeader, FrameKind, unpack_header
 from mlfabric.collective.switchboard import OutFrame, Switchboard
+from mlfabric.runtime.bandwidth import PRESSED_S, TICK_S, FlowState, HostRates
 
 # Bytes read beyond a chunk: the next header, and short frames that follow each other.
 SCRATCH_BYTES = 4096
@@ -21,8 +24,12 @@ LOW_WATER_BYTES = 256 * 1024
 # Handed to the kernel in one call.
 BATCH_BYTES = 512 * 1024
 BATCH_FRAMES = 16
+# In the kernel's struct tcp_info: bytes acknowledged, bytes received, segments, bytes not sent yet.
+_ACKED_AT = 120
+_TCP_INFO = struct.Struct("=QQ8xI")
 # What one link may read before others get their turn.
 READS_PER_TURN = 8
+BULK_KINDS = (FrameKind.PART, FrameKind.RESULT)
 
 
 class Closed(Exception):  # noqa: N818 - how a link ends
@@ -47,6 +54,8 @@ class Link:
         self._got = 0
         self._low_water = 1
         self.blocked = False  # the kernel takes no more for now
+        self.pressed = False  # our bytes wait for this peer alone
+        self.pressed_until = 0.0  # its bytes wait for us alone, as it said lately
 
     # --- sending ----------------------------------------------------------------------------------------
 
@@ -68,7 +77,7 @@ class Link:
     def _load(self) -> bool:
         size = 0
         while size < BATCH_BYTES and len(self._frames) < BATCH_FRAMES:
-            frame = self._board.next_frame(self.peer)
+            frame = self._board.next_frame(self.peer, self.pressed)
             if frame is None:
                 break
             length = len(frame.head)
@@ -100,6 +109,12 @@ class Link:
         for frame in done:
             self._board.sent(frame)
         return not out
+
+    def state(self, now: float) -> FlowState:
+        """What the kernel knows of this link."""
+        info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 160)
+        acked, received, waiting = _TCP_INFO.unpack_from(info, _ACKED_AT)
+        return FlowState(acked, received, waiting, self.pressed_until > now)
 
     # --- receiving --------------------------------------------------------------------------------------
 
@@ -154,6 +169,8 @@ class Link:
 
     def _open(self, header: FrameHeader) -> None:
         self._header = header
+        if header.kind in BULK_KINDS:
+            self.pressed_until = time.monotonic() + PRESSED_S if header.pressed else 0.0
         self._place = self._board.place(self.peer, header)
         self._target = self._place if self._place is not None else memoryview(bytearray(header.length))
         self._got = 0
@@ -182,6 +199,28 @@ class Mesh:
         self._open = open_link
         self._watch = watch
         self._links: dict[str, Link] = {}
+        self.rates = HostRates()
+        self._look_at: float | None = None
+
+    def next_look(self, now: float) -> float | None:
+        """When the flows have to be looked at again; None: nothing is under way."""
+        if not self.board.busy or len(self._links) < 2:
+            self._look_at = None
+        elif self._look_at is None:
+            self._look_at = now
+        return self._look_at
+
+    def look(self, now: float) -> tuple[float | None, float | None] | None:
+        """See how the flows fare; the host's rates, if they are news."""
+        if self._look_at is None or now < self._look_at:
+            return None
+        self._look_at = now + TICK_S
+        links = list(self._links.values())
+        for link, pressed in zip(
+            links, self.rates.look(now, [each.state(now) for each in links]), strict=True
+        ):
+            link.pressed = pressed
+        return self.rates.news(now)
 
     def connect(self, peers: tuple[str, ...]) -> None:
         """Have links to all of them; of each two the one with the lower name calls."""

@@ -1,0 +1,133 @@
+"""A host's own link rates, learned from what its collective links carry. Pure: the mesh feeds it.
+
+A rate says something about a link only while the link is what holds the bytes back. A sender whose flows to
+most peers have bytes waiting is held back by its own uplink; one that has bytes waiting for a few peers only
+is held back by them. It tells those with every frame (`pressed`), so a receiver that most peers are pressed
+by knows that its own downlink is the limit. What a peer's single flow would tell about a third host is not
+used: it comes late and reads low.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# How often the flows are looked at while something is under way.
+TICK_S = 0.025
+# Bytes waiting to be sent that count as held back: more than the kernel holds for want of a moment's time.
+BACKLOG_BYTES = 32 * 1024
+# A rate is taken over at least this long, without the beginning, in which TCP finds its window.
+SAMPLE_S = 0.05
+BEGINNING_S = 0.02
+# The highest of the last few samples tells of a changed link soon: a link can't carry more than it can carry,
+# but a moment's hiccup is no slow link. What differs by less than a jump is noise, and smoothed over more.
+SOON_SAMPLES = 3
+STEADY_SAMPLES = 20
+JUMP = 0.25
+# A sender whose uplink carries less than this share of what it can is not held back by its uplink.
+UPLINK_FREE = 0.75
+# What a peer said of us holds this long; a slow link brings its next word late.
+PRESSED_S = 0.3
+# Differences below this are not worth telling.
+WORTH_TELLING = 0.07
+
+
+@dataclass(slots=True)
+class FlowState:
+    """One link as the kernel sees it now."""
+
+    acked_bytes: int
+    received_bytes: int
+    waiting_bytes: int  # to be sent
+    pressed_by_peer: bool = False  # the peer says that we hold its bytes back
+
+
+class RateMeter:
+    """The rate of one direction of a host's link."""
+
+    def __init__(self, first_samples: int) -> None:
+        self.rate: float | None = None  # bytes per second, once seen
+        self._first = first_samples  # so many make a first rate
+        self._since: float | None = None  # the link has been the limit from here on
+        self._sample: tuple[float, int] | None = None
+        self._samples: deque[float] = deque(maxlen=STEADY_SAMPLES)
+
+    def look(self, now: float, carried_bytes: int, limiting: bool) -> None:
+        if not limiting:
+            self._since = self._sample = None
+            return
+        if self._since is None:
+            self._since = now
+        if self._sample is None:
+            if now - self._since >= BEGINNING_S:
+                self._sample = (now, carried_bytes)
+            return
+        began, before = self._sample
+        if now - began < SAMPLE_S:
+            return
+        self._sample = (now, carried_bytes)
+        self._samples.append((carried_bytes - before) / (now - began))
+        self._weigh()
+
+    def _weigh(self) -> None:
+        samples = list(self._samples)
+        soon = max(samples[-SOON_SAMPLES:])
+        enough = len(samples) >= SOON_SAMPLES
+        if self.rate is None:
+            self.rate = soon if len(samples) >= self._first and soon > 0 else None
+        elif soon > (1 + JUMP) * self.rate or (enough and 0 < soon < (1 - JUMP) * self.rate):
+            self.rate = soon
+            self._samples = deque(samples[-1:], maxlen=STEADY_SAMPLES)
+        elif enough:
+            upper = sorted(samples)[len(samples) // 2 :]  # being interrupted makes samples low, never high
+            self.rate = sum(upper) / len(upper)
+
+
+class HostRates:
+    """Both directions, and what the scheduler was told last."""
+
+    def __init__(self) -> None:
+        # A first sample of our own sending is a floor at least. Others' word of our downlink needs more.
+        self.up = RateMeter(1)
+        self.down = RateMeter(SOON_SAMPLES)
+        self.noticed_at: float | None = None  # when a rate last changed by enough to be told
+        self._told: tuple[float | None, float | None] = (None, None)
+        self._last: tuple[float, int] | None = None
+        self._backlog: list[bool] = []
+
+    def look(self, now: float, flows: Sequence[FlowState]) -> list[bool]:
+        """Take a look at all flows; which of them are pressed by their receiver rather than by our uplink."""
+        backlog = [flow.waiting_bytes >= BACKLOG_BYTES for flow in flows]
+        most = max(2, (len(flows) + 1) // 2)
+        up_limits = sum(backlog) >= most
+        acked = sum(flow.acked_bytes for flow in flows)
+        pressing = sum(flow.pressed_by_peer for flow in flows)
+        self.up.look(now, acked, up_limits)
+        self.down.look(now, sum(flow.received_bytes for flow in flows), pressing >= most)
+        free = not up_limits and self._uplink_is_free(now, acked)
+        before, self._backlog = self._backlog, backlog
+        self._last = (now, acked)
+        if not free or len(before) != len(backlog):
+            return [False] * len(flows)
+        return [now_waits and waited for now_waits, waited in zip(backlog, before, strict=True)]
+
+    def _uplink_is_free(self, now: float, acked: int) -> bool:
+        if self._last is None or self.up.rate is None or now <= self._last[0]:
+            return False
+        return (acked - self._last[1]) / (now - self._last[0]) < UPLINK_FREE * self.up.rate
+
+    def news(self, now: float) -> tuple[float | None, float | None] | None:
+        """The rates, if they differ from what was told last; None stands for a rate never seen."""
+        current = (self.up.rate, self.down.rate)
+        if not any(_differs(new, old) for new, old in zip(current, self._told, strict=True)):
+            return None
+        self._told = current
+        self.noticed_at = now
+        return current
+
+
+def _differs(new: float | None, old: float | None) -> bool:
+    if new is None:
+        return False
+    return old is None or abs(new - old) > WORTH_TELLING * old

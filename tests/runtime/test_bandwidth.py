@@ -1,0 +1,101 @@
+"""A host learns its own link rates from its flows, and blames nobody wrongly."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import pytest
+
+from mlfabric.runtime.bandwidth import BACKLOG_BYTES, TICK_S, FlowState, HostRates
+
+FAST, SLOW = 25e6, 6.25e6
+
+
+@dataclass
+class Host:
+    """Seven flows whose bytes a test moves by hand."""
+
+    now: float = 0.0
+    flows: list[FlowState] = field(default_factory=lambda: [FlowState(0, 0, 0) for _ in range(7)])
+    rates: HostRates = field(default_factory=HostRates)
+    pressed: list[bool] = field(default_factory=list)
+
+    def send(self, seconds: float, rate: float, backlogged: int, jitter: bool = False) -> float:
+        """Send at a rate with so many flows held back; when the scheduler would have been told."""
+        told = float("nan")
+        began = self.now
+        for tick in range(round(seconds / TICK_S)):
+            self.now += TICK_S
+            factor = (0.6, 1.0, 1.0, 1.0)[tick % 4] if jitter else 1.0
+            for index, flow in enumerate(self.flows):
+                waits = index < backlogged
+                flow.waiting_bytes = 2 * BACKLOG_BYTES if waits else 0
+                if waits:
+                    flow.acked_bytes += int(rate * factor * TICK_S / backlogged)
+            self.pressed = self.rates.look(self.now, self.flows)
+            if self.rates.news(self.now) is not None and math.isnan(told):
+                told = self.now - began
+        return told
+
+    def receive(self, seconds: float, rate: float, pressing: int) -> None:
+        for _ in range(round(seconds / TICK_S)):
+            self.now += TICK_S
+            for index, flow in enumerate(self.flows):
+                flow.received_bytes += int(rate * TICK_S / 7)
+                flow.pressed_by_peer = index < pressing
+                flow.waiting_bytes = 0
+            self.rates.look(self.now, self.flows)
+
+
+def test_a_full_uplink_is_learned() -> None:
+    host = Host()
+    host.send(0.5, FAST, backlogged=7)
+    assert host.rates.up.rate == pytest.approx(FAST, rel=0.01)
+    assert host.rates.down.rate is None
+
+
+@pytest.mark.parametrize("factor", [0.25, 4.0])
+def test_a_change_by_four_is_noticed_within_a_fifth_of_a_second(factor: float) -> None:
+    host = Host()
+    host.send(1.0, FAST, backlogged=7)
+    assert host.send(0.5, factor * FAST, backlogged=7) <= 0.2 + TICK_S
+    assert host.rates.up.rate == pytest.approx(factor * FAST, rel=0.05)
+
+
+def test_hiccups_do_not_make_a_link_slow() -> None:
+    host = Host()
+    host.send(3.0, FAST, backlogged=7, jitter=True)
+    assert host.rates.up.rate == pytest.approx(FAST, rel=0.12)
+
+
+def test_one_slow_receiver_is_not_our_uplinks_fault() -> None:
+    host = Host()
+    host.send(0.5, FAST, backlogged=7)
+    host.send(1.0, SLOW, backlogged=1)
+    assert host.rates.up.rate == pytest.approx(FAST, rel=0.01)
+    assert host.pressed == [True] + [False] * 6, "it is told, and nobody else"
+
+
+def test_a_receiver_most_are_pressed_by_knows_its_downlink() -> None:
+    host = Host()
+    host.receive(1.0, SLOW, pressing=6)
+    assert host.rates.down.rate == pytest.approx(SLOW, rel=0.01)
+
+
+def test_a_receiver_few_are_pressed_by_learns_nothing() -> None:
+    host = Host()
+    host.receive(1.0, SLOW, pressing=2)
+    assert host.rates.down.rate is None
+
+
+def test_a_first_rate_of_the_downlink_takes_more_than_a_moment() -> None:
+    host = Host()
+    host.receive(0.1, 1000.0, pressing=7)
+    assert host.rates.down.rate is None
+
+
+def test_small_differences_are_not_told() -> None:
+    host = Host()
+    host.send(1.0, FAST, backlogged=7)
+    assert math.isnan(host.send(1.0, 1.03 * FAST, backlogged=7)), "it was told"
