@@ -152,12 +152,21 @@ class Fabric:
         self._check_open()
         return Ticket(self, *self._client.push(update, copy))
 
-    def all_reduce(self, array: Vector, timeout: float | None = PATIENCE_S) -> Vector:
-        """Sum an array over all workers of the job, in place; bit-identical everywhere."""
+    def all_reduce(self, array: Vector, timeout: float | None = PATIENCE_S, combine: str = "sum") -> Vector:
+        """Sum an array over all workers of the job, in place; bit-identical everywhere.
+
+        `combine` may also be avg, product, min, max, band, bor or bxor.
+        """
         self._check_open()
-        call = self._client.all_reduce(array)
+        call = self._client.all_reduce(array, combine)
         _wait(call.answer, timeout, lambda: f"all-reduce is not complete: {self._engine.waiting_for(call)}")
         return array
+
+    def rank_and_size(self, timeout: float | None = PATIENCE_S) -> tuple[int, int]:
+        """This worker's number among the workers of the job, and how many they are."""
+        self._check_open()
+        handle = _wait(self._client.group("", ()), timeout, "the workers of the job are not all here")
+        return handle.rank, handle.size
 
     def state_dict(self, timeout: float | None = PATIENCE_S) -> dict[str, Any]:
         """A consistent checkpoint: weights, optimizer state, versions. `publish(state)` resumes it."""

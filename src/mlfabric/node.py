@@ -125,6 +125,8 @@ class Node:
         self._driver = driver
         self._log = log
         self._count = 0
+        self._deadline: float | None = None
+        self._deadline_of = -1  # the count of records at which it was asked for
         self._queue: deque[tuple[str, Event, str]] = deque()
         self._running = False
         self._outgoing: dict[str, str] = {}  # transfer -> role that sends it
@@ -194,6 +196,13 @@ class Node:
             self.post(role, PeerLost(node, reason))
 
     def next_deadline(self) -> float | None:
+        """When a role wants to be woken. Roles change their minds only when something happens to them."""
+        if self._deadline_of != self._count:
+            self._deadline_of = self._count
+            self._deadline = self._soonest()
+        return self._deadline
+
+    def _soonest(self) -> float | None:
         times = [at for role in self.roles.values() if (at := role.next_deadline()) is not None]
         return min(times, default=None)
 

@@ -17,7 +17,7 @@ class Host:
     """Seven flows whose bytes a test moves by hand."""
 
     now: float = 0.0
-    flows: list[FlowState] = field(default_factory=lambda: [FlowState(0, 0, 0) for _ in range(7)])
+    flows: list[FlowState] = field(default_factory=lambda: [FlowState(0, 0, 0, 0) for _ in range(7)])
     rates: HostRates = field(default_factory=HostRates)
     pressed: list[bool] = field(default_factory=list)
 
@@ -30,6 +30,7 @@ class Host:
             factor = (0.6, 1.0, 1.0, 1.0)[tick % 4] if jitter else 1.0
             for index, flow in enumerate(self.flows):
                 waits = index < backlogged
+                flow.busy_us += round(TICK_S * 1e6) if waits else 0
                 flow.waiting_bytes = 2 * BACKLOG_BYTES if waits else 0
                 if waits:
                     flow.acked_bytes += int(rate * factor * TICK_S / backlogged)
@@ -99,3 +100,22 @@ def test_small_differences_are_not_told() -> None:
     host = Host()
     host.send(1.0, FAST, backlogged=7)
     assert math.isnan(host.send(1.0, 1.03 * FAST, backlogged=7)), "it was told"
+
+
+def test_a_starved_process_blames_no_link() -> None:
+    """Bytes wait at both looks, but in between the kernel had nothing to send."""
+    host = Host()
+    host.send(1.0, FAST, backlogged=7)
+    for _ in range(40):
+        host.now += TICK_S
+        for flow in host.flows:
+            flow.busy_us += round(TICK_S * 0.5e6)
+            flow.acked_bytes += int(SLOW * TICK_S / 7)
+        host.rates.look(host.now, host.flows)
+    for _ in range(40):
+        host.now += 0.1  # looks come late
+        for flow in host.flows:
+            flow.busy_us += 100_000
+            flow.acked_bytes += int(SLOW * 0.1 / 7)
+        host.rates.look(host.now, host.flows)
+    assert host.rates.up.rate == pytest.approx(FAST, rel=0.01)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from mlfabric.bench import plan
+from mlfabric.bench import allreduce, plan
 from mlfabric.bench.capture import bench_capture
 
 app = typer.Typer(
@@ -13,5 +13,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Measure this package's parts, beside their peers where there are any.",
 )
+app.command("allreduce")(allreduce.command)
 app.command("plan")(plan.command)
 app.command("capture")(bench_capture)

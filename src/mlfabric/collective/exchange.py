@@ -14,6 +14,7 @@ from typing import Protocol
 
 from mlfabric.collective.frames import FrameHeader, FrameKind
 from mlfabric.collective.routes import Route, Segment
+from mlfabric.collective.staging import Staging
 from mlfabric.wire import WireError
 
 
@@ -43,7 +44,7 @@ class Chunk:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pending:
     """A chunk to send next."""
 
@@ -69,6 +70,7 @@ class Exchange:
         combine: Combine | None,
         chunk_bytes: int,
         window_bytes: int,
+        staging: Staging,
         answers: bool = False,
     ) -> None:
         self._rank = rank
@@ -81,7 +83,7 @@ class Exchange:
         self._results: dict[int, deque[Chunk]] = {}
         self._unanswered: dict[int, int] = {}  # bytes of parts sent, by parent
         self._result_turn: set[int] = set()
-        self._free: list[memoryview] = []
+        self._staging = staging
         self.to_send = 0  # frames
         self.to_receive = 0
         self.woken: set[int] = set()  # ranks that something can be sent to now
@@ -144,7 +146,7 @@ class Exchange:
     def frame_sent(self, pending: Pending) -> None:
         self.to_send -= 1
         if pending.kind is FrameKind.PART and pending.chunk.partial is not None:
-            self._recycle(pending.chunk.partial)
+            self._staging.give(pending.chunk.partial)
             pending.chunk.partial = None
 
     # --- receiving --------------------------------------------------------------------------------------
@@ -154,7 +156,7 @@ class Exchange:
         chunk = self._chunk(header)
         if header.kind is FrameKind.RESULT:
             return self._held(self._buffers.targets, chunk)
-        return self._staging(chunk.size)
+        return self._staging.take(chunk.stop - chunk.start)
 
     def received(self, rank: int, header: FrameHeader, payload: memoryview) -> None:
         chunk = self._chunk(header)
@@ -203,7 +205,7 @@ class Exchange:
         else:
             self._combine(parts, ours, self._held(self._buffers.targets, chunk), last=True)
         for view in staged:
-            self._recycle(view)
+            self._staging.give(view)
         chunk.parts.clear()
         if self._answers:
             self.credit_to += [(rank, chunk) for rank in route.children]
@@ -239,17 +241,3 @@ class Exchange:
         if view is None:
             raise WireError(f"block {chunk.block} is not here")
         return view[chunk.start : chunk.stop]
-
-    def _staging(self, size: int) -> memoryview:
-        for index, view in enumerate(self._free):
-            if len(view) == size:
-                return self._free.pop(index)
-        return memoryview(bytearray(size))
-
-    def _recycle(self, view: memoryview) -> None:
-        if len(self._free) < _FREE_STAGING:
-            self._free.append(view)
-
-
-# Staging buffers kept for the next chunk of the same size; they are as many as ranks, mostly.
-_FREE_STAGING = 64

@@ -22,6 +22,7 @@ from mlfabric.collective.frames import (
 )
 from mlfabric.collective.operations import Operation, window_for
 from mlfabric.collective.routes import Shares, equal_shares
+from mlfabric.collective.staging import Staging
 from mlfabric.wire import WireError
 
 # Operations of one group that run at the same time; the next ones wait their turn.
@@ -52,22 +53,32 @@ class Running:
     early: list[tuple[int, FrameHeader, memoryview]] = field(default_factory=list)
     exchange: Exchange | None = None
     plan_used: int = -1
+    age: int = 0  # among all operations of the node, once it has its place
 
 
 class Group:
     """Frames for a rank are put out by `urgent(rank, buffers)`; chunks are asked for by `next_chunk`."""
 
     def __init__(
-        self, number: int, name: str, nodes: tuple[str, ...], rank: int, urgent: Callable[[int, bytes], None]
+        self,
+        number: int,
+        name: str,
+        nodes: tuple[str, ...],
+        rank: int,
+        urgent: Callable[[int, bytes], None],
+        staging: Staging,
     ) -> None:
         self.number = number
         self.name = name
         self.nodes = nodes
         self.rank = rank
         self.broken: str | None = None
+        self.ranks = {node: number for number, node in enumerate(nodes)}
         self.running: dict[int, Running] = {}
+        self.changed = False  # an operation began or ended since somebody looked
         self.woken: set[int] = set()
         self._urgent = urgent
+        self._staging = staging
         self._next = 0
         self._waiting: deque[tuple[int, Operation, Done]] = deque()
         self._ahead: dict[int, Ahead] = {}
@@ -118,6 +129,7 @@ class Group:
             mine = Announcement(mine.operation, mine.dtype, mine.combine, mine.root, mine.elements, newest)
         running = Running(sequence, operation, done, ahead.announced, newest, ahead.frames)
         self.running[sequence] = running
+        self.changed = True
         body = encode_announcement(mine)
         frame = pack_header(FrameKind.ANNOUNCE, self.number, sequence, length=len(body)) + body
         for rank in range(self.size):
@@ -148,6 +160,7 @@ class Group:
             operation.combine,
             shares.chunk_bytes,
             window_for(self.size, shares.chunk_bytes),
+            self._staging,
             operation.answers,
         )
         early, running.early = running.early, []
@@ -166,10 +179,6 @@ class Group:
         exchange.received(rank, header, payload)
 
     # --- frames -----------------------------------------------------------------------------------------
-
-    def next_chunk(self, sequence: int, rank: int) -> Pending | None:
-        exchange = self.running[sequence].exchange
-        return exchange.next_frame(rank) if exchange is not None else None
 
     def chunk_sent(self, sequence: int, pending: Pending) -> None:
         running = self.running.get(sequence)
@@ -238,6 +247,7 @@ class Group:
             self.woken |= exchange.woken
             exchange.woken.clear()
         if exchange.done and self.running.pop(running.sequence, None) is not None:
+            self.changed = True
             running.done(None)
             self._start_waiting()
 
@@ -257,6 +267,7 @@ class Group:
         ended = [running.done for running in self.running.values()]
         ended += [done for _, _, done in self._waiting]
         self.running.clear()
+        self.changed = True
         self._waiting.clear()
         self._ahead.clear()
         for done in ended:

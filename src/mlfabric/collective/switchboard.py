@@ -11,15 +11,16 @@ from dataclasses import dataclass
 
 from mlfabric.collective.exchange import Pending
 from mlfabric.collective.frames import FrameHeader, FrameKind, decode_announcement, pack_header
-from mlfabric.collective.group import Done, Group
+from mlfabric.collective.group import Done, Group, Running
 from mlfabric.collective.operations import Operation
 from mlfabric.collective.routes import Shares
+from mlfabric.collective.staging import Staging
 from mlfabric.errors import FabricError
 from mlfabric.messages import SharesPlanned
 from mlfabric.wire import WireError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OutFrame:
     """A frame to send: header (or a whole short frame), payload, and whose chunk it is."""
 
@@ -35,8 +36,9 @@ class Switchboard:
         self.node = node
         self.groups: dict[int, Group] = {}
         self._urgent: dict[str, deque[bytes]] = {}
-        self._order: list[tuple[int, int, Group, int]] = []  # priority, age, group, sequence
+        self._order: list[tuple[Group, Running]] = []  # as their chunks take their turn
         self._age = 0
+        self._staging = Staging()
         self._strays: dict[int, list[tuple[str, FrameHeader, memoryview]]] = {}
         self.woken: set[str] = set()  # peers that something can be sent to now
 
@@ -53,7 +55,7 @@ class Switchboard:
             self._urgent.setdefault(peer, deque()).append(frame)
             self.woken.add(peer)
 
-        group = self.groups[number] = Group(number, name, nodes, rank, urgent)
+        group = self.groups[number] = Group(number, name, nodes, rank, urgent, self._staging)
         for peer, header, payload in self._strays.pop(number, []):
             self.received(peer, header, payload)
         return group
@@ -77,25 +79,28 @@ class Switchboard:
         group = self.groups.pop(number, None)
         if group is not None:
             group.fail(reason, tell=False)
-            self._order = [entry for entry in self._order if entry[2] is not group]
+            self._order = [entry for entry in self._order if entry[0] is not group]
 
     def post(self, group: Group, operation: Operation, done: Done) -> int:
-        before = set(group.running)
         sequence = group.post(operation, done)
-        self._follow(group, before)
+        self._follow(group)
         return sequence
 
-    def _follow(self, group: Group, before: set[int]) -> None:
-        """Operations that began just now take their place in the order of sending."""
-        for sequence in group.running.keys() - before:
-            self._age += 1
-            priority = group.running[sequence].operation.priority
-            self._order.append((priority, self._age, group, sequence))
-        if group.running.keys() != before:
-            self._order = [entry for entry in self._order if entry[3] in entry[2].running]
-            self._order.sort(key=lambda entry: entry[:2])
+    def _follow(self, group: Group) -> None:
+        """Operations that began or ended just now take or leave their place in the order of sending."""
+        if group.changed:
+            group.changed = False
+            for running in group.running.values():
+                if not running.age:
+                    self._age += 1
+                    running.age = self._age
+            others = [entry for entry in self._order if entry[0] is not group]
+            self._order = others + [(group, running) for running in group.running.values()]
+            self._order.sort(key=lambda entry: (entry[1].operation.priority, entry[1].age))
         if group.woken:
-            self.woken |= {group.nodes[rank] for rank in group.woken}
+            nodes = group.nodes
+            for rank in group.woken:
+                self.woken.add(nodes[rank])
             group.woken.clear()
 
     @property
@@ -110,24 +115,25 @@ class Switchboard:
         urgent = self._urgent.get(peer)
         if urgent:
             return OutFrame(urgent.popleft())
-        for _, _, group, sequence in self._order:
-            if sequence not in group.running or peer not in group.nodes:
+        for group, running in self._order:
+            exchange, rank = running.exchange, group.ranks.get(peer)
+            if exchange is None or rank is None:
                 continue
-            pending = group.next_chunk(sequence, group.nodes.index(peer))
+            pending = exchange.next_frame(rank)
             if pending is not None:
-                chunk = pending.chunk
-                size = len(pending.payload)
+                chunk, payload, sequence = pending.chunk, pending.payload, running.sequence
                 head = pack_header(
-                    pending.kind, group.number, sequence, chunk.block, chunk.start, size, pressed
+                    pending.kind, group.number, sequence, chunk.block, chunk.start, len(payload), pressed
                 )
-                return OutFrame(head, pending.payload, group, sequence, pending)
+                return OutFrame(head, payload, group, sequence, pending)
         return None
 
     def sent(self, frame: OutFrame) -> None:
-        if frame.pending is not None and frame.group is not None:
-            before = set(frame.group.running)
-            frame.group.chunk_sent(frame.sequence, frame.pending)
-            self._follow(frame.group, before)
+        group = frame.group
+        if frame.pending is not None and group is not None:
+            group.chunk_sent(frame.sequence, frame.pending)
+            if group.changed or group.woken:
+                self._follow(group)
 
     # --- frames in --------------------------------------------------------------------------------------
 
@@ -150,10 +156,9 @@ class Switchboard:
             return
         if payload is None:
             return
-        if peer not in group.nodes:
+        rank = group.ranks.get(peer)
+        if rank is None:
             raise WireError(f"{peer} is not in {group.title}")
-        rank = group.nodes.index(peer)
-        before = set(group.running)
         match header.kind:
             case FrameKind.PART | FrameKind.RESULT | FrameKind.CREDIT:
                 group.chunk_received(rank, header, payload)
@@ -161,16 +166,17 @@ class Switchboard:
                 group.announced(rank, header.sequence, decode_announcement(payload))
             case FrameKind.FAILED:
                 group.fail(bytes(payload).decode("utf-8", "replace"), tell=False)
-        self._follow(group, before)
+        if group.changed or group.woken:
+            self._follow(group)
 
     def lost(self, peer: str, reason: str) -> None:
         """A peer is gone: every group it is in ends."""
         self._urgent.pop(peer, None)
         for group in self.groups.values():
-            if peer in group.nodes:
-                rank = group.nodes.index(peer)
+            rank = group.ranks.get(peer)
+            if rank is not None:
                 group.fail(f"{group.title}: rank {rank} ({peer}) was lost: {reason}", tell=False)
-        self._order = [entry for entry in self._order if entry[3] in entry[2].running]
+                self._follow(group)
 
 
 # Frames that may wait for a group to be formed here: announcements of a few operations from every peer.

@@ -148,6 +148,7 @@ def rank_environment(
     """torchrun's variables, ours, and the interface that Gloo should use."""
     hosts = list(dict.fromkeys(each.host for each in ranks))
     local = sum(each.host == rank.host for each in ranks)
+    rack = next(link.rack for link in lab.scenario.host_links() if link.name == rank.host)
     return {
         "RANK": str(rank.rank),
         "WORLD_SIZE": str(len(ranks)),
@@ -167,6 +168,7 @@ def rank_environment(
         "MLFABRIC_SECRET": secret,
         "MLFABRIC_SCENARIO": str(folder / "scenario.toml"),
         "MLFABRIC_HOST": rank.host,
+        **({"MLFABRIC_RACK": rack} if rack is not None else {}),
         "MLFABRIC_RUN_FOLDER": str(folder),
         "PYTHONUNBUFFERED": "1",
     }

@@ -17,6 +17,10 @@ from dataclasses import dataclass
 TICK_S = 0.025
 # Bytes waiting to be sent that count as held back: more than the kernel holds for want of a moment's time.
 BACKLOG_BYTES = 32 * 1024
+# A look that comes later than this tells of a busy processor, not of the network.
+LATE_S = 0.06
+# An uplink that had nothing to send for more than this share of the time was not the limit.
+LEAST_BUSY = 0.85
 # A rate is taken over at least this long, without the beginning, in which TCP finds its window.
 SAMPLE_S = 0.05
 BEGINNING_S = 0.02
@@ -40,6 +44,7 @@ class FlowState:
     acked_bytes: int
     received_bytes: int
     waiting_bytes: int  # to be sent
+    busy_us: int  # so long has it had bytes to send, all its life
     pressed_by_peer: bool = False  # the peer says that we hold its bytes back
 
 
@@ -91,10 +96,11 @@ class HostRates:
         # A first sample of our own sending is a floor at least. Others' word of our downlink needs more.
         self.up = RateMeter(1)
         self.down = RateMeter(SOON_SAMPLES)
-        self.noticed_at: float | None = None  # when a rate last changed by enough to be told
+        self.noticed: list[float] = []  # when rates changed by enough to be told, lately
         self._told: tuple[float | None, float | None] = (None, None)
         self._last: tuple[float, int] | None = None
         self._backlog: list[bool] = []
+        self._busy: list[int] = []
 
     def look(self, now: float, flows: Sequence[FlowState]) -> list[bool]:
         """Take a look at all flows; which of them are pressed by their receiver rather than by our uplink."""
@@ -103,14 +109,23 @@ class HostRates:
         up_limits = sum(backlog) >= most
         acked = sum(flow.acked_bytes for flow in flows)
         pressing = sum(flow.pressed_by_peer for flow in flows)
-        self.up.look(now, acked, up_limits)
-        self.down.look(now, sum(flow.received_bytes for flow in flows), pressing >= most)
+        in_time = self._last is not None and now - self._last[0] <= LATE_S
+        self.up.look(now, acked, up_limits and in_time and self._kept_busy(now, flows))
+        self.down.look(now, sum(flow.received_bytes for flow in flows), in_time and pressing >= most)
+        self._busy = [flow.busy_us for flow in flows]
         free = not up_limits and self._uplink_is_free(now, acked)
         before, self._backlog = self._backlog, backlog
         self._last = (now, acked)
         if not free or len(before) != len(backlog):
             return [False] * len(flows)
         return [now_waits and waited for now_waits, waited in zip(backlog, before, strict=True)]
+
+    def _kept_busy(self, now: float, flows: Sequence[FlowState]) -> bool:
+        """Whether the kernel had bytes to send all the time since the last look."""
+        if self._last is None or len(self._busy) != len(flows):
+            return False
+        longest = max(flow.busy_us - before for flow, before in zip(flows, self._busy, strict=True))
+        return longest >= LEAST_BUSY * 1e6 * (now - self._last[0])
 
     def _uplink_is_free(self, now: float, acked: int) -> bool:
         if self._last is None or self.up.rate is None or now <= self._last[0]:
@@ -123,7 +138,7 @@ class HostRates:
         if not any(_differs(new, old) for new, old in zip(current, self._told, strict=True)):
             return None
         self._told = current
-        self.noticed_at = now
+        self.noticed = [*self.noticed[-99:], now]
         return current
 
 

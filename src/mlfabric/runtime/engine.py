@@ -64,6 +64,7 @@ CONNECT_S = 5.0
 LEAVE_S = 0.5  # after one connection of a peer has ended, the others may carry what was under way
 MAX_STRANGERS = 64  # connections that have not proved themselves yet
 OFFSET_SAMPLES = 16
+EXPIRE_S = 0.01  # how often it is looked whose time is up
 
 
 @dataclass(slots=True)
@@ -111,6 +112,7 @@ class Engine:
         self._links: dict[str, Connection] = {}
         self._links_wanted: set[str] = set()  # peers whose address nobody knows yet
         self._leaving: dict[str, tuple[float, str]] = {}  # a connection of theirs ended: (until, reason)
+        self._expire_at = 0.0
         self._streams = 0
         self._stopping = False
         self._linger_until: float | None = None
@@ -215,27 +217,31 @@ class Engine:
         while self._calls:
             self._calls.popleft()()
         self.mesh.flush()
+        now = time.monotonic()
         at = self.node.next_deadline()
-        if at is not None and at <= self.now():
+        if at is not None and at <= self._anchor + now:
             self.node.tick()
-        rates = self.mesh.look(time.monotonic())
+        rates = self.mesh.look(now)
         if rates is not None:
             self.node.post("member", RatesMeasured(*rates))
-        self._expire()
+        if now >= self._expire_at:
+            self._expire_at = now + EXPIRE_S
+            self._expire()
 
     def _patience(self) -> float:
         if self._calls:
             return 0.0
-        waits = [1.0]
+        now = time.monotonic()
+        until = now + 1.0
         at = self.node.next_deadline()
         if at is not None:
-            waits.append(at - self.now())
-        look_at = self.mesh.next_look(time.monotonic())
+            until = min(until, at - self._anchor)
+        look_at = self.mesh.next_look(now)
         if look_at is not None:
-            waits.append(look_at - time.monotonic())
+            until = min(until, look_at)
         if self._linger_until is not None or self._leaving:
-            waits.append(0.01)
-        return max(min(waits), 0.0)
+            until = min(until, now + EXPIRE_S)
+        return max(until - now, 0.0)
 
     def _drain_wake(self) -> None:
         try:

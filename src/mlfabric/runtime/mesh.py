@@ -24,9 +24,9 @@ LOW_WATER_BYTES = 256 * 1024
 # Handed to the kernel in one call.
 BATCH_BYTES = 512 * 1024
 BATCH_FRAMES = 16
-# In the kernel's struct tcp_info: bytes acknowledged, bytes received, segments, bytes not sent yet.
+# In the kernel's struct tcp_info: bytes acknowledged, bytes received, bytes not sent yet, microseconds busy.
 _ACKED_AT = 120
-_TCP_INFO = struct.Struct("=QQ8xI")
+_TCP_INFO = struct.Struct("=QQ8xI20xQ")
 # What one link may read before others get their turn.
 READS_PER_TURN = 8
 BULK_KINDS = (FrameKind.PART, FrameKind.RESULT)
@@ -112,9 +112,9 @@ class Link:
 
     def state(self, now: float) -> FlowState:
         """What the kernel knows of this link."""
-        info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 160)
-        acked, received, waiting = _TCP_INFO.unpack_from(info, _ACKED_AT)
-        return FlowState(acked, received, waiting, self.pressed_until > now)
+        info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 176)
+        acked, received, waiting, busy = _TCP_INFO.unpack_from(info, _ACKED_AT)
+        return FlowState(acked, received, waiting, busy, self.pressed_until > now)
 
     # --- receiving --------------------------------------------------------------------------------------
 
