@@ -436,6 +436,13 @@ def test_a_replica_is_brought_up_to_date_in_spare_time_before_its_bound() -> Non
     assert wanted.rate_bytes_per_s > 0
 
 
+def test_replicas_are_spread_over_the_hosts() -> None:
+    fabric = Fabric(*(f"s{index}" for index in range(4)), "w0")
+    actions = fabric.publish(shards=4, divergence=0.1)
+    followers = [message.shard.replica for message in sent(FollowShard, actions)]
+    assert sorted(str(name) for name in followers) == ["s0", "s1", "s2", "s3"]
+
+
 # --- pulls and groups -----------------------------------------------------------------------------------
 
 

@@ -48,7 +48,7 @@ from mlfabric.roles.actions import (
     StartTransfer,
     WorkerSettings,
 )
-from mlfabric.roles.worker import RETRY_S, Worker
+from mlfabric.roles.worker import AGAIN_S, RETRY_S, Worker
 from tests.roles.feeding import RULE, SETTINGS, Fed, notes, of, one, said, sent, shard
 
 ARRAYS = (ArraySpec("w", (20,), "float32"),)
@@ -311,6 +311,14 @@ def test_the_first_publisher_sends_each_shard_its_part_with_optimizer_state() ->
     assert one(ResolvePublish, actions).error is None
     assert of(JobBecameReady, actions)
     assert one(FreeBuffer, actions).buffer == "publish"
+
+
+def test_a_part_of_the_first_model_that_came_before_its_server_is_sent_again() -> None:
+    worker = Fed(Worker(WorkerSettings("w0", "w0", "sched")))
+    worker(PublishRequested("publish", ARRAYS, RULE, SETTINGS, 20, "float32"))
+    starts = of(StartTransfer, worker.tell(PublishFirst((shard(0), shard(1)))))
+    assert not worker(TransferFailed(starts[1].transfer, "refused by s0: s0 is no server.1"))
+    assert of(StartTransfer, worker.wait(AGAIN_S)) == [starts[1]]
 
 
 def test_a_refused_publication_and_a_failed_job_are_told_in_their_words() -> None:

@@ -319,9 +319,19 @@ class Scheduler:
         members = self._members_of(job)
         leader = members[range_.leader]
         able = [name for name in _by_suitability(members, "replica") if name != range_.leader]
-        elsewhere = [name for name in able if members[name].host != leader.host]
-        other_rack = [name for name in elsewhere if members[name].rack != leader.rack]
-        return next(iter((*other_rack, *elsewhere, *able)), None)
+        duties = dict.fromkeys(able, 0)
+        for shard in job.book.shards.values() if job.book is not None else ():
+            for name in (shard.range.leader, shard.range.replica):
+                if name in duties:
+                    duties[name] += 1
+
+        def unfit(name: str) -> tuple[bool, bool, bool, int]:
+            """Another host comes first, another rack, who does not work, who has few shards already."""
+            member = members[name]
+            same_host, same_rack = member.host == leader.host, member.rack == leader.rack
+            return same_host, same_rack, "worker" in member.roles, duties[name]
+
+        return min(able, key=unfit, default=None)
 
     def _warn_of_bound(self, job: _Job) -> list[Action]:
         assert job.book is not None

@@ -68,6 +68,8 @@ from mlfabric.roles.applied import AppliedSet
 
 # After a broken transfer the scheduler usually has a better plan within this time; else we offer again.
 RETRY_S = 1.0
+# A part of the first model that came too early is tried again after this time.
+AGAIN_S = 0.05
 
 
 @dataclass(slots=True)
@@ -107,6 +109,8 @@ class Worker:
         self._shards: dict[int, ShardRange] = {}
         self._bases: tuple[Version, ...] = ()
         self._publish: PublishRequested | None = None
+        self._initial: dict[str, StartTransfer] = {}  # the first values on their way, by transfer
+        self._initial_again: dict[str, float] = {}  # those that broke off, and when to try again
         self._updates: dict[str, _Update] = {}
         self._undurable: dict[str, dict[int, Version]] = {}  # committed, not known to be at the replica
         self._durable_waits: dict[str, set[int]] = {}
@@ -194,7 +198,7 @@ class Worker:
         event = self._publish
         if event is None:
             return []
-        return [
+        starts = [
             StartTransfer(
                 transfer=f"{self._settings.node}/initial/{shard.index}",
                 node=shard.leader,
@@ -208,9 +212,13 @@ class Worker:
             )
             for shard in shards
         ]
+        self._initial = {start.transfer: start for start in starts}
+        return list(starts)
 
     def _forget_publish(self) -> list[Action]:
         event, self._publish = self._publish, None
+        self._initial.clear()
+        self._initial_again.clear()
         return [FreeBuffer(event.buffer)] if event else []
 
     def _job_ready(self, message: JobReady) -> list[Action]:
@@ -343,6 +351,10 @@ class Worker:
         return [*actions, self._offer(update, reason)]
 
     def _transfer_failed(self, transfer: str, now: float) -> list[Action]:
+        if transfer in self._initial:
+            # Its server has not heard yet that it is one: word and bytes take different ways.
+            self._initial_again[transfer] = now + AGAIN_S
+            return []
         for held in self._updates.values():
             if held.transfers.pop(transfer, None) is not None:
                 held.retry_at = now + RETRY_S
@@ -466,6 +478,9 @@ class Worker:
             actions += [self._start(update, held, weight, part) for _, weight, part in due]
             if held.retry_at is not None and now >= held.retry_at:
                 actions += self._offer_again(update, "its transfer broke off")
+        for transfer in [name for name, at in self._initial_again.items() if now >= at]:
+            del self._initial_again[transfer]
+            actions.append(self._initial[transfer])
         for pull, wanted in self._pulls.items():
             if wanted.retry_at is not None and now >= wanted.retry_at:
                 wanted.retry_at = None
@@ -476,6 +491,7 @@ class Worker:
         times = [start[0] for held in self._updates.values() for start in held.starts]
         times += [held.retry_at for held in self._updates.values() if held.retry_at is not None]
         times += [pull.retry_at for pull in self._pulls.values() if pull.retry_at is not None]
+        times += self._initial_again.values()
         return min(times, default=None)
 
     def statistics(self) -> WorkerStatistics:
