@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from mlfabric.data import ArrayData
 from mlfabric.errors import FabricError, ShapeMismatch
 from mlfabric.messages import RuleSpec, ShardRange
-from mlfabric.numerics import SGD, Adam, Layout, Rule, ShardStore, Sum, Vector, make_rule
+from mlfabric.numerics import Layout, ShardStore, Vector
+from mlfabric.rules import SGD, Adagrad, Adam, AdamW, Pieces, RMSprop, Rule, Sum, make_rule
 
 seeds = st.integers(0, 10**6)
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
@@ -105,19 +106,48 @@ def test_what_is_no_model_gets_one_sentence(model: dict[str, Any], words: str) -
 # --- rules --------------------------------------------------------------------------------------------------
 
 RULES: list[Rule] = [Sum(), SGD(0.1), SGD(0.1, momentum=0.9), Adam(0.01)]
+MORE_RULES: list[Rule] = [
+    SGD(0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
+    AdamW(0.01, weight_decay=0.1),
+    Adagrad(0.1, lr_decay=0.01),
+    RMSprop(0.01, momentum=0.5),
+    Pieces(((0, 2, SGD(0.1)), (2, 5, Adam(0.01)))),
+]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=repr)
+@pytest.mark.parametrize("rule", [*RULES, *MORE_RULES], ids=repr)
 def test_a_rule_is_made_again_from_its_spec(rule: Rule) -> None:
     assert make_rule(rule.spec()) == rule
 
 
+@given(seeds, st.integers(0, 7), st.integers(1, 8))
+def test_pieces_cut_at_any_place_move_every_element_as_its_own_rule_does(
+    seed: int, first: int, count: int
+) -> None:
+    """A shard of a model whose elements have different rules: shards side by side equal the whole."""
+    draw = np.random.default_rng(seed)
+    whole = Pieces(((0, 4, SGD(0.1, momentum=0.9)), (4, 7, Adam(0.05)), (7, 8, Sum())))
+    gradients = draw.normal(size=(3, 8))
+    expected = moved(whole, list(gradients), 1)
+    last = min(first + count, 8)
+    part = make_rule(whole.spec(), first, last - first)
+    np.testing.assert_array_equal(moved(part, [g[first:last] for g in gradients], 1), expected[first:last])
+
+
+@pytest.mark.parametrize("rule", [AdamW(0.01), Adagrad(0.1), RMSprop(0.01), RMSprop(0.01, momentum=0.5)])
+@pytest.mark.parametrize("group", [2, 4])
+def test_sums_move_the_other_rules_about_as_far(rule: Rule, group: int) -> None:
+    constant = [np.array([1.0, -0.3, 1e-3])] * 240
+    after = {size: moved(rule, constant, size) - moved(rule, constant[:80], size) for size in (1, group)}
+    np.testing.assert_allclose(after[group], after[1], rtol=0.15)
+
+
 def test_unknown_rules_and_settings_get_one_sentence() -> None:
-    with pytest.raises(FabricError, match="unknown rule 'LBFGS'; known are SGD, Adam, Sum"):
+    with pytest.raises(FabricError, match="unknown rule 'LBFGS'; known are SGD, Adam, AdamW"):
         make_rule(RuleSpec("LBFGS"))
     with pytest.raises(FabricError, match="SGD does not take the settings speed"):
         make_rule(RuleSpec("SGD", {"speed": 3.0}))
-    for make in (lambda: SGD(0), lambda: SGD(0.1, momentum=1), lambda: Adam(-1), lambda: Adam(beta1=1)):
+    for make in (lambda: SGD(-1), lambda: SGD(0.1, momentum=1), lambda: Adam(-1), lambda: Adam(beta1=1)):
         with pytest.raises(FabricError):
             make()
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mlfabric.api import Fabric, Ticket, join, local
     from mlfabric.client import Committed, Dropped, Model
     from mlfabric.errors import ConnectError, FabricError, ScenarioError, ShapeMismatch
-    from mlfabric.numerics import SGD, Adam, Sum
+    from mlfabric.rules import SGD, Adam, AdamW, Sum
 
 __version__ = "0.1.0"
 
@@ -32,6 +32,7 @@ __all__ = [
     "Dropped",
     "SGD",
     "Adam",
+    "AdamW",
     "Sum",
     "FabricError",
     "ConnectError",
@@ -42,7 +43,7 @@ __all__ = [
 _HOMES = {
     "mlfabric.api": ("join", "local", "Fabric", "Ticket"),
     "mlfabric.client": ("Model", "Committed", "Dropped"),
-    "mlfabric.numerics": ("SGD", "Adam", "Sum"),
+    "mlfabric.rules": ("SGD", "Adam", "AdamW", "Sum"),
     "mlfabric.errors": ("FabricError", "ConnectError", "ScenarioError", "ShapeMismatch"),
 }
 

@@ -20,9 +20,10 @@ from mlfabric.config import Settings, format_address, from_environment
 from mlfabric.data import ArrayData
 from mlfabric.errors import FabricError
 from mlfabric.eventlog import FileLog, LogSink, NoLog
-from mlfabric.messages import MEMBER_ROLES, JobSettings, MemberInfo, RuleSpec
-from mlfabric.numerics import Rule, Vector, make_rule
+from mlfabric.messages import MEMBER_ROLES, JobSettings, MemberInfo, RulePiece, RuleSpec
+from mlfabric.numerics import Vector
 from mlfabric.roles.actions import MemberSettings, SchedulerSettings
+from mlfabric.rules import Rule, make_rule
 from mlfabric.runtime.engine import Engine, Traffic
 from mlfabric.runtime.probe import find_scheduler
 
@@ -179,7 +180,11 @@ class Fabric:
             "format": _CHECKPOINT,
             "weights": weights,
             "state": {f"vector{index}": arrays for index, arrays in enumerate(state)},
-            "rule": {"name": spec.name, "settings": dict(spec.settings)},
+            "rule": {
+                "name": spec.name,
+                "settings": dict(spec.settings),
+                "pieces": [(p.start, p.stop, p.name, dict(p.settings)) for p in spec.pieces],
+            },
             "version": min(version.count for version in versions),
             "versions": [(version.epoch, version.count) for version in versions],
         }
@@ -240,7 +245,11 @@ def _is_checkpoint(arrays: Mapping[str, Any]) -> bool:
 
 
 def _rule_spec(written: Mapping[str, Any]) -> RuleSpec:
-    return RuleSpec(str(written["name"]), dict(written["settings"]))
+    pieces = tuple(
+        RulePiece(int(start), int(stop), str(name), dict(settings))
+        for start, stop, name, settings in written.get("pieces", ())
+    )
+    return RuleSpec(str(written["name"]), dict(written["settings"]), pieces)
 
 
 def _check_settings(settings: JobSettings) -> None:

@@ -32,7 +32,7 @@ from mlfabric.events import (
 )
 from mlfabric.messages import JobSettings, RuleSpec, Version, update_id
 from mlfabric.node import Node
-from mlfabric.numerics import Layout, Rule, Sum, Vector
+from mlfabric.numerics import Layout, Vector
 from mlfabric.roles.actions import (
     Action,
     FailJob,
@@ -45,6 +45,7 @@ from mlfabric.roles.actions import (
     ResolvePull,
     ResolveUpdate,
 )
+from mlfabric.rules import Rule, Sum
 
 
 @dataclass(frozen=True, slots=True)

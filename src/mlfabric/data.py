@@ -14,7 +14,8 @@ import numpy as np
 
 from mlfabric.errors import FabricError
 from mlfabric.messages import RuleSpec, ShardRange
-from mlfabric.numerics import ShardStore, Vector, make_rule
+from mlfabric.numerics import ShardStore, Vector
+from mlfabric.rules import make_rule
 
 # What arrays on the wire may be made of.
 WIRE_DTYPES = frozenset(
@@ -105,7 +106,9 @@ class ArrayData:
             self._mirror.mkdir(parents=True, exist_ok=True)
             path = mirror_path(self._mirror, shard.index)
             weights = np.memmap(path, dtype, mode="w+", shape=(shard.count,))
-        self.shards[shard.index] = ShardStore(shard.count, dtype, make_rule(rule), weights)
+        self.shards[shard.index] = ShardStore(
+            shard.count, dtype, make_rule(rule, shard.start, shard.count), weights
+        )
 
     def fill_shard(self, shard: int, buffer: str, with_state: bool, version: int) -> None:
         self.shards[shard].fill(self._buffers[buffer], with_state, version)

@@ -67,11 +67,21 @@ class ArraySpec(msgspec.Struct, frozen=True):
     dtype: str
 
 
+class RulePiece(msgspec.Struct, frozen=True):
+    """The rule of some elements of a model."""
+
+    start: int
+    stop: int
+    name: str
+    settings: dict[str, bool | int | float] = {}
+
+
 class RuleSpec(msgspec.Struct, frozen=True):
-    """The rule a server applies updates by: a name of `mlfabric.numerics` and plain settings."""
+    """The rule a server applies updates by: a name of `mlfabric.rules` and plain settings."""
 
     name: str
-    settings: dict[str, float] = {}
+    settings: dict[str, bool | int | float] = {}
+    pieces: tuple[RulePiece, ...] = ()  # of the rule "Pieces"
 
 
 # --- membership -------------------------------------------------------------------------------------------

@@ -1,23 +1,16 @@
-"""The arithmetic of a model: arrays as one vector, the rules a server applies updates by, a shard's values.
-
-A rule makes one step per message: from the weighted sum of k gradients with total weight W it takes the
-mean and a learning rate W times as large, and raises its decays to the power k, so that a sum moves the
-model as far as its members would have moved it one by one.
-"""
+"""The arithmetic of a model: arrays as one vector, and the values of a shard of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mlfabric.errors import FabricError, ShapeMismatch
-from mlfabric.messages import ArraySpec, RuleSpec
-
-Vector = NDArray[Any]
+from mlfabric.errors import ShapeMismatch
+from mlfabric.messages import ArraySpec
+from mlfabric.rules import GradientSum, Rule
+from mlfabric.rules import Vector as Vector
 
 
 class Layout:
@@ -89,117 +82,6 @@ class Layout:
                 raise ShapeMismatch(f"array {name!r} is of {given}, not of real numbers")
 
 
-class Rule(Protocol):
-    """How a server turns a sum of gradients into a step. State vectors are as long as the weights."""
-
-    @property
-    def vectors(self) -> int: ...
-
-    def spec(self) -> RuleSpec: ...
-
-    def step(
-        self, total: Vector, weight: float, members: int, state: list[Vector], count: int
-    ) -> tuple[Vector, list[Vector]]:
-        """The change of the weights and the state after it; `count` updates were applied before."""
-        ...
-
-
-@dataclass(frozen=True)
-class Sum:
-    """Adds what it is sent: w += u. For counters, and for tests that want to see every update."""
-
-    vectors: int = 0
-
-    def spec(self) -> RuleSpec:
-        return RuleSpec("Sum")
-
-    def step(
-        self, total: Vector, weight: float, members: int, state: list[Vector], count: int
-    ) -> tuple[Vector, list[Vector]]:
-        return total, state
-
-
-@dataclass(frozen=True)
-class SGD:
-    """Gradient descent, with heavy-ball momentum on request."""
-
-    lr: float
-    momentum: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check(self.lr > 0, f"SGD needs a learning rate above zero, not {self.lr}")
-        _check(0 <= self.momentum < 1, f"SGD needs a momentum from 0 to below 1, not {self.momentum}")
-
-    @property
-    def vectors(self) -> int:
-        return 1 if self.momentum else 0
-
-    def spec(self) -> RuleSpec:
-        return RuleSpec("SGD", {"lr": self.lr, "momentum": self.momentum})
-
-    def step(
-        self, total: Vector, weight: float, members: int, state: list[Vector], count: int
-    ) -> tuple[Vector, list[Vector]]:
-        if not self.momentum:
-            return total * total.dtype.type(-self.lr), state
-        decay = self.momentum**members
-        # k gradients one by one would have added 1 + beta + ... + beta^(k-1) of their mean.
-        gain = (1 - decay) / (1 - self.momentum)
-        velocity = state[0] * state[0].dtype.type(decay) + total * total.dtype.type(gain / weight)
-        return velocity * velocity.dtype.type(-self.lr * weight), [velocity]
-
-
-@dataclass(frozen=True)
-class Adam:
-    """Adam with bias correction; decays count every member of a sum."""
-
-    lr: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
-    vectors: int = 2
-
-    def __post_init__(self) -> None:
-        _check(self.lr > 0, f"Adam needs a learning rate above zero, not {self.lr}")
-        _check(0 <= self.beta1 < 1 and 0 <= self.beta2 < 1, "Adam needs betas from 0 to below 1")
-
-    def spec(self) -> RuleSpec:
-        settings = {"lr": self.lr, "beta1": self.beta1, "beta2": self.beta2, "epsilon": self.epsilon}
-        return RuleSpec("Adam", settings)
-
-    def step(
-        self, total: Vector, weight: float, members: int, state: list[Vector], count: int
-    ) -> tuple[Vector, list[Vector]]:
-        number = total.dtype.type
-        mean = total * number(1 / weight)
-        decay1, decay2 = self.beta1**members, self.beta2**members
-        first = state[0] * number(decay1) + mean * number(1 - decay1)
-        second = state[1] * number(decay2) + mean * mean * number(1 - decay2)
-        done = count + members
-        scale = self.lr * weight / (1 - self.beta1**done)
-        root = np.sqrt(second * number(1 / (1 - self.beta2**done))) + number(self.epsilon)
-        return first * number(-scale) / root, [first, second]
-
-
-RULES = {"SGD": SGD, "Adam": Adam, "Sum": Sum}
-
-
-def make_rule(spec: RuleSpec) -> Rule:
-    try:
-        rule: Rule = RULES[spec.name](**spec.settings)
-    except KeyError:
-        raise FabricError(f"unknown rule {spec.name!r}; known are {', '.join(RULES)}") from None
-    except TypeError:
-        given = ", ".join(spec.settings)
-        raise FabricError(f"rule {spec.name} does not take the settings {given}") from None
-    return rule
-
-
-def _check(holds: bool, sentence: str) -> None:
-    if not holds:
-        raise FabricError(sentence)
-
-
 class ShardStore:
     """A shard's weights and optimizer state, the step that is staged, and what the replica holds."""
 
@@ -213,7 +95,8 @@ class ShardStore:
         self._staged: tuple[Vector, list[Vector], int] | None = None
 
     def stage(self, total: Vector, weight: float, members: int) -> None:
-        step, state = self.rule.step(total, weight, members, self.state, self.count)
+        got = GradientSum(total, weight, members, self.count)
+        step, state = self.rule.step(got, self.weights, self.state)
         self._staged = (step, state, members)
 
     def measure(self) -> tuple[float, float, float]:

@@ -11,8 +11,8 @@ import mlfabric as mf
 from mlfabric.eventlog import MemoryLog, read_log
 from mlfabric.events import LogRecord
 from mlfabric.messages import JobSettings
-from mlfabric.numerics import Sum
 from mlfabric.replay import replay
+from mlfabric.rules import Sum
 from mlfabric.sim.engine import Process, SimNode, Simulation
 from mlfabric.story import tell_story, updates_in
 from mlfabric.topology import Host, Network

@@ -15,8 +15,9 @@ from mlfabric.data import ArrayData
 from mlfabric.errors import FabricError
 from mlfabric.eventlog import MemoryLog
 from mlfabric.messages import JobSettings
-from mlfabric.numerics import Sum, Vector
+from mlfabric.numerics import Vector
 from mlfabric.roles.actions import Note
+from mlfabric.rules import Sum
 from mlfabric.sim.engine import Process, SimNode, Simulation
 from mlfabric.topology import Host, Network
 

@@ -23,7 +23,7 @@ from mlfabric.client import Committed
 from mlfabric.config import from_environment
 from mlfabric.demo.classifier import Digits, first_weights, gradient
 from mlfabric.errors import FabricError
-from mlfabric.numerics import SGD
+from mlfabric.rules import SGD
 
 BATCH = 64
 LEARNING_RATE = 0.03
