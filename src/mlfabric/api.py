@@ -70,6 +70,22 @@ class Ticket:
         _wait(answer, timeout, f"the replica does not hold update {self.update} yet")
 
 
+class Pulling:
+    """A model on its way; `result()` is the model."""
+
+    def __init__(self, fabric: Fabric, name: str, answer: Answer) -> None:
+        self._fabric = fabric
+        self._name = name
+        self._answer = answer
+
+    def done(self) -> bool:
+        return self._answer.done()
+
+    def result(self, timeout: float | None = PATIENCE_S) -> Model:
+        parts, versions = _wait(self._answer, timeout, f"the model asked for by {self._name} has not come")
+        return self._fabric._client.unpack(parts, versions)
+
+
 class Fabric:
     """A member's handle on the fabric. Use it as a context manager, or close() it."""
 
@@ -93,6 +109,11 @@ class Fabric:
     def address(self) -> str:
         """Where this member listens; the scheduler's address where it is embedded here."""
         return format_address(*self._engine.address)
+
+    @property
+    def expected(self) -> int:
+        """Members the job was said to have; 0: unknown."""
+        return self._settings.expected
 
     @property
     def lost(self) -> list[str]:
@@ -143,15 +164,20 @@ class Fabric:
 
     def pull(self, timeout: float | None = PATIENCE_S) -> Model:
         """The freshest model."""
-        self._check_open()
-        name, answer = self._client.pull()
-        parts, versions = _wait(answer, timeout, f"the model asked for by {name} has not come")
-        return self._client.unpack(parts, versions)
+        return self.pull_later().result(timeout)
 
-    def push(self, update: Mapping[str, Any], copy: bool = False) -> Ticket:
-        """Offer an update; returns at once. The arrays are borrowed until its outcome, unless copied."""
+    def pull_later(self) -> Pulling:
+        """Ask for the freshest model; returns at once."""
         self._check_open()
-        return Ticket(self, *self._client.push(update, copy))
+        return Pulling(self, *self._client.pull())
+
+    def push(self, update: Mapping[str, Any], copy: bool = False, base: Model | None = None) -> Ticket:
+        """Offer an update; returns at once. The arrays are borrowed until its outcome, unless copied.
+
+        `base` is the model it was computed from, where that is not the last one pulled.
+        """
+        self._check_open()
+        return Ticket(self, *self._client.push(update, copy, base.versions if base is not None else ()))
 
     def all_reduce(self, array: Vector, timeout: float | None = PATIENCE_S, combine: str = "sum") -> Vector:
         """Sum an array over all workers of the job, in place; bit-identical everywhere.

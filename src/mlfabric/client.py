@@ -172,7 +172,9 @@ class Client:
         )
         return self._ask("publish", "worker", event, lambda: self._node.data.put("publish", whole))
 
-    def push(self, update: Mapping[str, Any], copy: bool = False) -> tuple[str, Answer]:
+    def push(
+        self, update: Mapping[str, Any], copy: bool = False, bases: tuple[Version, ...] = ()
+    ) -> tuple[str, Answer]:
         layout = self._known_layout()
         vector = layout.pack(update, copy=copy)
         norm = float(np.linalg.norm(vector))
@@ -180,7 +182,7 @@ class Client:
             raise FabricError("the update holds infinite or undefined numbers; it would spoil the model")
         name = update_id(self.label, self._next("update"))
         buffer = f"update/{name}"
-        event = UpdateSubmitted(name, buffer, vector.nbytes, norm)
+        event = UpdateSubmitted(name, buffer, vector.nbytes, norm, bases)
         return name, self._ask(name, "worker", event, lambda: self._node.data.put(buffer, vector))
 
     def pull(self, with_state: bool = False) -> tuple[str, Answer]:

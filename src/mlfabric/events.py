@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from mlfabric.messages import ArraySpec, ControlMessage, JobSettings, RuleSpec, TransferAbout
+from mlfabric.messages import ArraySpec, ControlMessage, JobSettings, RuleSpec, TransferAbout, Version
 
 
 class Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -92,6 +92,7 @@ class UpdateSubmitted(Event, frozen=True):
     buffer: str
     size_bytes: int
     norm: float
+    bases: tuple[Version, ...] = ()  # of the model it was computed from; none: of the last one pulled
 
 
 class PullRequested(Event, frozen=True):

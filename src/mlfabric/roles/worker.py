@@ -240,7 +240,9 @@ class Worker:
                 FreeBuffer(event.buffer),
                 ResolveUpdate(event.update, False, reason="nothing is published in this job yet"),
             ]
-        self._updates[event.update] = _Update(event.buffer, event.size_bytes, self._bases, event.norm)
+        self._updates[event.update] = _Update(
+            event.buffer, event.size_bytes, event.bases or self._bases, event.norm
+        )
         self._next_number = split_update_id(event.update)[1] + 1
         self._counts["offered"] += 1
         return [self._offer(event.update)]

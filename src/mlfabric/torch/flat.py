@@ -1,0 +1,91 @@
+"""A module's parameters and running statistics as one flat vector, without copies where it can be.
+
+Parameters and buffers become views of one tensor, gradients views of another, so that a pulled model is one
+copy and an update none. Two gradient vectors take turns: one is on its way while the next is computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import torch
+from mlfabric.errors import FabricError
+from mlfabric.numerics import Vector
+
+
+class FlatModel:
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise FabricError("the model has no parameter that is trained")
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and (
+                parameter.device.type != "cpu" or parameter.dtype != torch.float32
+            ):
+                raise FabricError(
+                    f"parameter {name} is {parameter.dtype} on {parameter.device}; "
+                    "asynchronous training takes float32 parameters on the CPU"
+                )
+        self.buffers = [b for b in model.buffers() if b.dtype == torch.float32 and b.numel()]
+        self.trained: int = sum(p.numel() for p in self.parameters)
+        self.averaged: int = sum(b.numel() for b in self.buffers)
+        self.values = torch.empty(self.trained + self.averaged)
+        self._gradients = [torch.zeros(self.trained + self.averaged) for _ in range(2)]
+        self._turn = 0
+        with torch.no_grad():
+            at = 0
+            for tensor in (*self.parameters, *self.buffers):
+                place = self.values[at : at + tensor.numel()].view_as(tensor)
+                place.copy_(tensor)
+                tensor.data = place
+                at += tensor.numel()
+        self.point_gradients()
+
+    @property
+    def elements(self) -> int:
+        return self.trained + self.averaged
+
+    def point_gradients(self) -> None:
+        """Let backward passes write into the vector whose turn it is, from zero."""
+        vector = self._gradients[self._turn]
+        vector.zero_()
+        at = 0
+        for parameter in self.parameters:
+            parameter.grad = vector[at : at + parameter.numel()].view_as(parameter)
+            at += parameter.numel()
+
+    def take_update(self, clip_norm: float | None) -> Vector:
+        """The gradients, clipped, with the running statistics behind them; the next ones go elsewhere."""
+        vector = self._gradients[self._turn]
+        self._collect(vector)
+        if clip_norm is not None:
+            gradients = vector[: self.trained]
+            norm = float(torch.linalg.vector_norm(gradients))
+            if norm > clip_norm:
+                gradients.mul_(clip_norm / norm)
+        vector[self.trained :] = self.values[self.trained :]
+        self._turn = 1 - self._turn
+        self.point_gradients()
+        update: Vector = vector.numpy()
+        return update
+
+    def _collect(self, vector: torch.Tensor) -> None:
+        """Gradients that were replaced or set to None, as optimizers' zero_grad does, are put into place."""
+        at = 0
+        for parameter in self.parameters:
+            place = vector[at : at + parameter.numel()].view_as(parameter)
+            if parameter.grad is None:
+                place.zero_()
+            elif parameter.grad.data_ptr() != place.data_ptr():
+                place.copy_(parameter.grad)
+            at += parameter.numel()
+
+    def load(self, vector: Vector) -> None:
+        np.copyto(self.values.numpy(), vector)
+
+    def copy(self) -> Vector:
+        values: Any = self.values.numpy()
+        copied: Vector = values.copy()
+        return copied

@@ -1,0 +1,134 @@
+"""PyTorch's optimizers as rules that servers apply: names, settings and parameter groups, read or refused.
+
+A server steps element by element, so an optimizer must too. Settings that would change nothing are taken as
+they are; settings that a rule does not know are refused with a sentence, never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from mlfabric.errors import FabricError
+from mlfabric.rules import RULES, Average, Pieces, Rule
+
+OptimizerWish: TypeAlias = (
+    tuple[str, Mapping[str, Any]]
+    | torch.optim.Optimizer
+    | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+)
+
+NAMES = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop")
+# Settings that only say how PyTorch computes, not what.
+_HOW = frozenset({"foreach", "fused", "capturable", "differentiable", "params", "initial_lr"})
+# Settings that rules do not know, with the value at which they change nothing.
+_NEUTRAL: Mapping[str, Any] = {
+    "dampening": 0,
+    "maximize": False,
+    "amsgrad": False,
+    "centered": False,
+    "decoupled_weight_decay": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Elements of the flat model and the settings they are stepped by."""
+
+    start: int
+    stop: int
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptimizer:
+    name: str
+    segments: tuple[Segment, ...]
+    instance: torch.optim.Optimizer  # for what happens at the worker: schedules, local steps
+
+    def rule(self, elements: int, buffers: int, workers: int) -> Rule:
+        """For `elements` parameters followed by `buffers` elements of running statistics."""
+        parts: list[tuple[int, int, Rule]] = [
+            (segment.start, segment.stop, as_rule(self.name, segment.settings)) for segment in self.segments
+        ]
+        if len(parts) == 1 and not buffers and parts[0][:2] == (0, elements):
+            return parts[0][2]
+        if buffers:
+            parts.append((elements, elements + buffers, Average(1 / max(workers, 1))))
+        return Pieces(tuple(parts))
+
+
+def read_optimizer(wish: OptimizerWish, parameters: Sequence[torch.nn.Parameter]) -> ReadOptimizer:
+    """What was asked for, by parameter: a (name, settings) pair, an optimizer, or what makes one."""
+    instance = make_optimizer(wish, parameters)
+    name = type(instance).__name__
+    if name not in NAMES:
+        raise FabricError(
+            f"servers can't step by {name}: it does not work element by element, or is unknown here; "
+            f"known are {', '.join(NAMES)}; mode='sync' steps by any optimizer"
+        )
+    places: dict[int, tuple[int, int]] = {}
+    at = 0
+    for parameter in parameters:
+        places[id(parameter)] = (at, at + parameter.numel())
+        at += parameter.numel()
+    segments: list[Segment] = []
+    for group in instance.param_groups:
+        settings = {key: value for key, value in group.items() if key not in _HOW}
+        for parameter in group["params"]:
+            if id(parameter) in places:
+                segments.append(Segment(*places.pop(id(parameter)), settings))
+    if places:
+        raise FabricError(f"{len(places)} trained parameters of the model are in no group of the optimizer")
+    return ReadOptimizer(name, _joined(sorted(segments, key=lambda segment: segment.start)), instance)
+
+
+def _joined(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+    joined: list[Segment] = []
+    for segment in segments:
+        if joined and joined[-1].stop == segment.start and joined[-1].settings == segment.settings:
+            joined[-1] = Segment(joined[-1].start, segment.stop, segment.settings)
+        else:
+            joined.append(segment)
+    return tuple(joined)
+
+
+def make_optimizer(wish: OptimizerWish, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    if isinstance(wish, torch.optim.Optimizer):
+        return wish
+    if isinstance(wish, tuple):
+        if len(wish) != 2 or not isinstance(wish[0], str):
+            raise FabricError(
+                "optimizer is a pair like ('SGD', {'lr': 0.1}), an optimizer, or what makes one"
+            )
+        kind = getattr(torch.optim, wish[0], None)
+        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+            raise FabricError(f"torch.optim has no optimizer {wish[0]!r}")
+        try:
+            return kind(list(parameters), **wish[1])
+        except (TypeError, ValueError) as error:
+            raise FabricError(f"torch.optim.{wish[0]} refuses its settings: {error}") from None
+    made = wish(list(parameters))
+    if not isinstance(made, torch.optim.Optimizer):
+        raise FabricError(f"the optimizer's factory made a {type(made).__name__}, not an optimizer")
+    return made
+
+
+def as_rule(name: str, settings: Mapping[str, Any]) -> Rule:
+    plain: dict[str, Any] = {}
+    for key, value in settings.items():
+        if key == "betas":
+            plain["beta1"], plain["beta2"] = float(value[0]), float(value[1])
+        elif key in _NEUTRAL:
+            if value is None or value == _NEUTRAL[key] or (name, key) == ("AdamW", "decoupled_weight_decay"):
+                continue
+            raise FabricError(f"servers can't step by {name} with {key}={value!r}; leave it out")
+        else:
+            plain[key] = float(value) if not isinstance(value, bool | int) else value
+    try:
+        rule: Rule = RULES[name](**plain)
+    except TypeError:
+        raise FabricError(f"servers can't step by {name} with the settings {', '.join(plain)}") from None
+    return rule
