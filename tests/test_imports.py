@@ -41,6 +41,7 @@ STRANGERS = {
 SHELLS = {
     "runtime": "sockets and the engine's thread",
     "api": "waits for the engine",
+    "bench": "changes a lab's links while its ranks run",
     "client": "its calls come from several threads",
     "config": "asks for the host's name",
     "commands": "the command line",

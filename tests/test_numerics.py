@@ -299,9 +299,9 @@ def test_a_snapshot_is_a_copy() -> None:
 def test_what_is_sent_is_ranges_times_a_scale_and_leaves_the_buffer_alone() -> None:
     data = ArrayData()
     data.put("u", np.arange(10, dtype=np.float32))
-    np.testing.assert_array_equal(data.outgoing("u", (), 1.0), np.arange(10))
-    np.testing.assert_array_equal(data.outgoing("u", ((2, 2), (7, 1)), 0.5), [1.0, 1.5, 3.5])
-    np.testing.assert_array_equal(data.outgoing("u", (), 1.0), np.arange(10))
+    np.testing.assert_array_equal(data.outgoing("u", (), 1.0)[0], np.arange(10))
+    np.testing.assert_array_equal(data.outgoing("u", ((2, 2), (7, 1)), 0.5)[0], [1.0, 1.5, 3.5])
+    np.testing.assert_array_equal(data.outgoing("u", (), 1.0)[0], np.arange(10))
 
 
 @pytest.mark.parametrize(

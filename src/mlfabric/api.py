@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from mlfabric.client import Answer, Committed, Dropped, Model, Outcome
+from mlfabric.codecs import find_codec
 from mlfabric.config import Settings, format_address, from_environment
 from mlfabric.data import ArrayData
 from mlfabric.errors import FabricError
@@ -134,10 +135,15 @@ class Fabric:
         divergence: float | None = 0.05,
         shards: int = 1,
         aggregate: bool = True,
+        codec: str = "float32",
         timeout: float = PATIENCE_S,
     ) -> None:
         """Give the job its model and the rule it is updated by. The first caller's count; others must agree
-        in names and shapes. A checkpoint from `state_dict` is resumed."""
+        in names and shapes. A checkpoint from `state_dict` is resumed.
+
+        `codec` is how updates travel: float32, bfloat16, float16, int8 or topk. What it loses stays with the
+        worker and goes with its next update.
+        """
         self._check_open()
         state: Mapping[str, Mapping[str, Any]] | None = None
         version = 0
@@ -157,6 +163,7 @@ class Fabric:
             divergence=divergence,
             shards=shards,
             aggregate=aggregate,
+            codec=find_codec(codec).name,
         )
         _check_settings(settings)
         answer = self._client.publish(arrays, rule, settings, state or None, version)

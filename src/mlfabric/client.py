@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from mlfabric.codecs import ErrorFeedback, find_codec
 from mlfabric.collective.arithmetic import numpy_combine
 from mlfabric.collective.operations import Operation, all_reduce
 from mlfabric.collective.switchboard import Switchboard
@@ -130,6 +131,7 @@ class Client:
         self.settings: JobSettings | None = None
         self.shard_ranges: tuple[tuple[int, int], ...] = ()
         self.failed: str | None = None
+        self._feedback: ErrorFeedback | None = None
         self.lost: list[str] = []
         self.rule_spec = RuleSpec("Sum")
 
@@ -182,7 +184,13 @@ class Client:
             raise FabricError("the update holds infinite or undefined numbers; it would spoil the model")
         name = update_id(self.label, self._next("update"))
         buffer = f"update/{name}"
-        event = UpdateSubmitted(name, buffer, vector.nbytes, norm, bases)
+        size_bytes = vector.nbytes
+        if self._feedback is not None:
+            with self._lock:
+                vector = self._feedback.code(name, vector)
+            norm = float(np.linalg.norm(vector))
+            size_bytes = self._feedback.size_bytes
+        event = UpdateSubmitted(name, buffer, size_bytes, norm, bases)
         return name, self._ask(name, "worker", event, lambda: self._node.data.put(buffer, vector))
 
     def pull(self, with_state: bool = False) -> tuple[str, Answer]:
@@ -313,14 +321,18 @@ class Client:
                 self.settings = action.settings
                 self.shard_ranges = tuple((shard.start, shard.count) for shard in action.shards)
                 self.rule_spec = action.rule
+                if action.settings.codec != "float32":
+                    self._feedback = ErrorFeedback(find_codec(action.settings.codec), self.shard_ranges)
             case ResolvePublish(error=error):
                 self._answer("publish", None, error, ShapeMismatch)
             case ResolveUpdate(update=update, lost=True):
                 self.lost.append(update)
             case ResolveUpdate(update=update, committed=True, version=version):
                 assert version is not None
+                self._settle(update, applied=True)
                 self._answer(update, Committed(version.count, action.delay_updates))
             case ResolveUpdate(update=update, reason=reason, late=late):
+                self._settle(update, applied=False)
                 self._answer(update, Dropped(reason, late))
             case ResolveDurable(update=update, error=error):
                 self._answer(f"durable/{update}", None, error)
@@ -338,6 +350,12 @@ class Client:
                     self._group_formed(ResolveGroup(name, 0, (), reason))
                 for key in list(self._answers):
                     self._answer(key, None, reason)
+
+    def _settle(self, update: str, applied: bool) -> None:
+        """What a dropped update would have brought goes with the next one, where codecs keep accounts."""
+        if self._feedback is not None:
+            with self._lock:
+                self._feedback.settle(update, applied)
 
     def _pulled(self, pull: str, versions: tuple[Version, ...], error: str | None) -> None:
         if error is not None:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from mlfabric.codecs import Codec, find_codec
 from mlfabric.errors import FabricError
 from mlfabric.messages import RuleSpec, ShardRange
 from mlfabric.numerics import ShardStore, Vector
@@ -28,7 +29,9 @@ WIRE_DTYPES = frozenset(
 class DataPlane(Protocol):
     """What a node needs done to bytes. Sizes only are enough for some simulations."""
 
-    def outgoing(self, buffer: str, ranges: Sequence[tuple[int, int]], scale: float) -> Vector: ...
+    def outgoing(
+        self, buffer: str, ranges: Sequence[tuple[int, int]], scale: float, codec: str = ""
+    ) -> tuple[Vector, str]: ...
     def incoming(self, buffer: str, dtype: str, size_bytes: int, start: int | None) -> Vector: ...
     def take(self, buffer: str) -> Vector: ...
     def put(self, buffer: str, vector: Vector) -> None: ...
@@ -52,6 +55,7 @@ class ArrayData:
 
     def __init__(self, limit_bytes: int = 16 * 2**30, mirror: Path | None = None) -> None:
         self._buffers: dict[str, Vector] = {}
+        self._coded: dict[str, tuple[Codec, int]] = {}  # buffers that hold coded numbers: how, how many
         self.shards: dict[int, ShardStore] = {}
         self._limit_bytes = limit_bytes
         self._mirror = mirror
@@ -62,13 +66,22 @@ class ArrayData:
     def names(self) -> list[str]:
         return sorted(self._buffers)
 
-    def outgoing(self, buffer: str, ranges: Sequence[tuple[int, int]], scale: float) -> Vector:
-        whole = self._buffers[buffer]
+    def outgoing(
+        self, buffer: str, ranges: Sequence[tuple[int, int]], scale: float, codec: str = ""
+    ) -> tuple[Vector, str]:
+        """The bytes of ranges of a buffer, and what they are: a type, or a codec and how many elements."""
+        whole = self._vector(buffer)
         parts = [whole[start : start + count] for start, count in ranges] or [whole]
         vector = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return vector if scale == 1.0 else vector * vector.dtype.type(scale)
+        if scale != 1.0:
+            vector = vector * vector.dtype.type(scale)
+        if codec:
+            return find_codec(codec).encode(vector), f"{codec}:{len(vector)}"
+        return vector, str(vector.dtype)
 
     def incoming(self, buffer: str, dtype: str, size_bytes: int, start: int | None) -> Vector:
+        if ":" in dtype:
+            return self._incoming_coded(buffer, dtype, size_bytes)
         if dtype not in WIRE_DTYPES:
             raise FabricError(f"a transfer of {dtype!r} can't be taken")
         kind = np.dtype(dtype)
@@ -80,25 +93,50 @@ class ArrayData:
             if target.dtype != kind or start + count > len(target):
                 raise FabricError(f"a transfer of {count} {dtype} does not fit its place in {buffer}")
             return target[start : start + count]
-        if self.held_bytes() + size_bytes > self._limit_bytes:
-            raise FabricError(f"no memory for {size_bytes} bytes beside {self.held_bytes()} held")
+        self._check_room(size_bytes)
         self._buffers[buffer] = np.empty(count, kind)
         return self._buffers[buffer]
 
+    def _incoming_coded(self, buffer: str, dtype: str, size_bytes: int) -> Vector:
+        """A place for coded numbers; they are decoded when somebody needs them."""
+        name, _, written = dtype.partition(":")
+        elements = int(written) if written.isdigit() else -1
+        codec = find_codec(name)
+        if elements < 0 or codec.size_bytes(elements) != size_bytes:
+            raise FabricError(f"a transfer of {size_bytes} bytes is not {written} elements by {name}")
+        self._check_room(size_bytes + 4 * elements)
+        self._coded[buffer] = (codec, elements)
+        self._buffers[buffer] = np.empty(size_bytes, np.uint8)
+        return self._buffers[buffer]
+
+    def _check_room(self, size_bytes: int) -> None:
+        if self.held_bytes() + size_bytes > self._limit_bytes:
+            raise FabricError(f"no memory for {size_bytes} bytes beside {self.held_bytes()} held")
+
+    def _vector(self, buffer: str) -> Vector:
+        if buffer in self._coded:
+            codec, elements = self._coded.pop(buffer)
+            self._buffers[buffer] = codec.decode(self._buffers[buffer], elements)
+        return self._buffers[buffer]
+
     def take(self, buffer: str) -> Vector:
-        return self._buffers.pop(buffer)
+        vector = self._vector(buffer)
+        del self._buffers[buffer]
+        return vector
 
     def put(self, buffer: str, vector: Vector) -> None:
         self._buffers[buffer] = vector
 
     def free(self, buffer: str) -> None:
         self._buffers.pop(buffer, None)
+        self._coded.pop(buffer, None)
 
     def add_into(self, target: str, source: str) -> None:
         if target in self._buffers:
-            self._buffers[target] += self._buffers[source]
+            self._vector(target)
+            self._buffers[target] += self._vector(source)
         else:
-            self._buffers[target] = self._buffers[source].copy()
+            self._buffers[target] = self._vector(source).copy()
 
     def create_shard(self, shard: ShardRange, rule: RuleSpec, dtype: str) -> None:
         weights = None
@@ -118,7 +156,7 @@ class ArrayData:
     ) -> tuple[float, float, float]:
         store = self.shards[shard]
         if buffer:
-            store.stage(self._buffers[buffer], weight, members)
+            store.stage(self._vector(buffer), weight, members)
         return store.measure()
 
     def commit_step(self, shard: int) -> None:

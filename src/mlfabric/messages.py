@@ -59,6 +59,7 @@ class JobSettings(msgspec.Struct, frozen=True):
     aggregate: bool = True
     weigh: bool = True  # updates that are very late count less
     policy: str = "mlfabric"
+    codec: str = "float32"  # how updates travel from workers
 
 
 class ArraySpec(msgspec.Struct, frozen=True):

@@ -298,10 +298,8 @@ class Node:
                 self._driver.resolve(action)
 
     def _start(self, role: str, action: StartTransfer, cause: str) -> None:
-        payload = self.data.outgoing(action.buffer, action.ranges, action.scale)
-        header = TransferHeader(
-            action.transfer, action.role, payload.nbytes, str(payload.dtype), action.about, cause
-        )
+        payload, kind = self.data.outgoing(action.buffer, action.ranges, action.scale, action.codec)
+        header = TransferHeader(action.transfer, action.role, payload.nbytes, kind, action.about, cause)
         self._outgoing[action.transfer] = role
         if action.node == self.name:
             self._copy_here(header, payload)

@@ -185,3 +185,28 @@ def test_members_that_do_not_work_take_no_part_in_an_all_reduce() -> None:
         mf.join(worker.address, job="j", name="s0", roles=("server",), expected=2),
     ):
         assert worker.all_reduce(np.ones(3), timeout=10).tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("codec", "exact"), [("bfloat16", 0.01), ("float16", 0.01), ("int8", 0.02), ("topk", 1.0)]
+)
+def test_coded_updates_bring_the_model_where_whole_ones_would(
+    fabric: Fabric, codec: str, exact: float
+) -> None:
+    """What a codec loses goes with later updates, so in the end little is missing."""
+    rng = np.random.default_rng(5)
+    fabric.publish(zeros(), apply=mf.Sum(), codec=codec, shards=2, divergence=None, max_delay="none")
+    pushed = {"w": np.zeros((100, 10)), "b": np.zeros(3)}
+    for _ in range(8):
+        update = {"w": rng.normal(size=(100, 10)), "b": rng.normal(size=3)}
+        assert isinstance(fabric.push(update).result(20), mf.Committed)
+        pushed = {name: pushed[name] + update[name] for name in update}
+    model = fabric.pull(20).arrays
+    missing = np.linalg.norm(model["w"] - pushed["w"]) / np.linalg.norm(pushed["w"])
+    assert missing < exact
+    assert missing > 0, "nothing was coded"
+
+
+def test_an_unknown_codec_is_refused_before_anything_is_published(fabric: Fabric) -> None:
+    with pytest.raises(mf.FabricError, match="unknown codec 'zip'"):
+        fabric.publish(zeros(), apply=mf.Sum(), codec="zip")

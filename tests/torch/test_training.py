@@ -37,7 +37,7 @@ def loss_of(model: Any, batch: tuple[Any, Any]) -> Any:
 
 def judged(model: Any, judge: list[tuple[Any, Any]]) -> float:
     with torch.no_grad():
-        return sum(loss_of(model, batch).item() for batch in judge)
+        return float(sum(loss_of(model, batch).item() for batch in judge))
 
 
 def alone(**wishes: Any) -> dict[str, Any]:

@@ -57,6 +57,7 @@ class StartTransfer(Action, frozen=True):
     rate_bytes_per_s: float | None = None
     ranges: tuple[tuple[int, int], ...] = ()  # none: the whole buffer
     scale: float = 1.0
+    codec: str = ""  # of `mlfabric.codecs`; none: as the buffer is
 
 
 class CancelTransfer(Action, frozen=True):

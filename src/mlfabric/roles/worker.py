@@ -108,6 +108,7 @@ class Worker:
         self._settings = settings
         self._shards: dict[int, ShardRange] = {}
         self._bases: tuple[Version, ...] = ()
+        self._codec = ""
         self._publish: PublishRequested | None = None
         self._initial: dict[str, StartTransfer] = {}  # the first values on their way, by transfer
         self._initial_again: dict[str, float] = {}  # those that broke off, and when to try again
@@ -225,6 +226,7 @@ class Worker:
         # Everybody hears that the model is in place; whoever publishes another one is yet to be refused.
         publishing = self._publish is not None and self._publish.arrays == message.arrays
         self._shards = {shard.index: shard for shard in message.shards}
+        self._codec = message.settings.codec if message.settings.codec != "float32" else ""
         if not self._bases:
             self._bases = tuple(Version(0, message.version) for _ in message.shards)
         ready = JobBecameReady(message.arrays, message.shards, message.settings, message.rule)
@@ -291,6 +293,7 @@ class Worker:
             rate_bytes_per_s=part.rate_bytes_per_s,
             ranges=((shard.start, shard.count),),
             scale=weight,
+            codec=self._codec,
         )
 
     def _acknowledged(self, ack: UpdateApplied) -> list[Action]:
