@@ -24,6 +24,8 @@ MODES = ("async", "sync", "local")
 Pull = Literal["after", "alongside", "overlapped"]
 PULLS = ("after", "alongside", "overlapped")
 ARRAY = "model"
+# These take values for changes; running statistics are averaged as they are.
+LOSSY_FOR_STATISTICS = ("int8", "topk")
 # DiLoCo's outer optimizer.
 OUTER_LR = 0.7
 OUTER_MOMENTUM = 0.9
@@ -41,6 +43,7 @@ class Training:
         max_delay: int | Literal["auto", "none"],
         divergence: float | None,
         shards: int | None,
+        codec: str,
         pull: Pull,
         clip_norm: float | None,
         local_steps: int,
@@ -68,6 +71,10 @@ class Training:
         if mode == "sync":
             self._same_start()
             return
+        if self._flat.averaged and codec in LOSSY_FOR_STATISTICS:
+            raise FabricError(
+                f"codec {codec} would spoil the model's running statistics; take bfloat16 or float16"
+            )
         rule = self._rule(workers, outer)
         fabric.publish(
             {ARRAY: self._flat.copy()},
@@ -75,6 +82,7 @@ class Training:
             max_delay=max_delay,
             divergence=divergence,
             shards=shards or max(workers, 1),
+            codec=codec,
             timeout=timeout,
         )
         self._load(fabric.pull(timeout))
@@ -230,6 +238,7 @@ def join(
     max_delay: int | Literal["auto", "none"] = "auto",
     divergence: float | None = 0.02,
     shards: int | None = None,
+    codec: str = "float32",
     pull: Pull = "after",
     clip_norm: float | None = None,
     local_steps: int = 8,
@@ -245,7 +254,7 @@ def join(
     or what makes one from them. `mode`: "async" (servers step as updates come, none older than `max_delay`),
     "sync" (all ranks step together), "local" (`local_steps` steps of one's own, then the `outer` learning
     rate and momentum on what they changed). `pull`: take the model after the update is in, alongside it, or
-    overlapped with the next step's computation.
+    overlapped with the next step's computation. `codec`: how gradients travel, see `Fabric.publish`.
     """
     if mode not in MODES:
         raise FabricError(f"unknown mode {mode!r}; modes are {', '.join(MODES)}")
@@ -263,6 +272,7 @@ def join(
             max_delay,
             divergence,
             shards,
+            codec,
             pull,
             clip_norm,
             local_steps,
