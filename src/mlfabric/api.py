@@ -304,14 +304,13 @@ def join_with(settings: Settings, roles: tuple[str, ...], timeout: float = 10.0)
     if settings.embed_scheduler:
         listen, leader = settings.scheduler, settings.name
     else:
-        leader, ours = find_scheduler(settings.scheduler, settings.name, settings.secret, timeout)
-        listen = (ours, 0)
+        found = find_scheduler(settings.scheduler, settings.name, settings.secret, timeout)
+        listen, leader = (found.ours, 0), found.scheduler
     engine = Engine(settings.name, data, log, listen, settings.secret, settings.insecure)
     if settings.embed_scheduler:
-        engine.is_scheduler = True
         engine.node.start_role("scheduler", SchedulerSettings(settings.name))
     else:
-        engine.know(leader, settings.scheduler)
+        engine.know(leader, found.address)
     member = MemberInfo(
         node=settings.name,
         host=settings.host,

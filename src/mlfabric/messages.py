@@ -18,6 +18,8 @@ import msgspec
 
 # What a member may be used for.
 MEMBER_ROLES: Final = ("worker", "aggregator", "server", "replica")
+# Stands for whoever schedules now; each node knows who that is, and only its member role asks.
+SCHEDULER: Final = "@scheduler"
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -96,6 +98,7 @@ class Join(Message, frozen=True):
 class JoinAccepted(Message, frozen=True):
     label: str  # the worker's name in update ids; a second life of a name gets another one
     scheduler: str
+    lease_s: float = 3.0
 
 
 class JoinRefused(Message, frozen=True):
@@ -103,9 +106,11 @@ class JoinRefused(Message, frozen=True):
 
 
 class Members(Message, frozen=True):
-    """Everybody there is, after a change."""
+    """Everybody there is in the job, after a change, in the order in which they would come to schedule."""
 
     members: tuple[MemberInfo, ...]
+    term: int = 0  # of the scheduler who says so
+    serial: int = 0  # rises with every change
 
 
 class Leave(Message, frozen=True):
@@ -117,8 +122,12 @@ class Heartbeat(Message, frozen=True):
 
 
 class HeartbeatSeen(Message, frozen=True):
+    """The sender counts as alive for `lease_s` from then on, and may count on the scheduler as long."""
+
     sent_s: float
     seen_s: float  # scheduler's clock
+    term: int = 0
+    lease_s: float = 3.0
 
 
 class RatesLearned(Message, frozen=True):
@@ -136,6 +145,58 @@ class NodeLost(Message, frozen=True):
     """The scheduler's word that a node is gone, for those without a connection to it."""
 
     node: str
+    reason: str
+
+
+# --- succession of the scheduler --------------------------------------------------------------------------
+
+
+class VoteWanted(Message, frozen=True):
+    """A member that hears no scheduler offers itself for this term."""
+
+    term: int
+    serial: int  # of the last change of members it has heard of
+
+
+class VoteGiven(Message, frozen=True):
+    term: int
+    granted: bool
+    reason: str
+    known_term: int  # whom the voter follows, so that who missed an election hears of it
+    scheduler: str
+    highest: int  # the highest term it follows or has voted in
+
+
+class NewTerm(Message, frozen=True):
+    """A majority has voted: this node schedules from now on."""
+
+    term: int
+    scheduler: str
+
+
+class Register(Message, frozen=True):
+    """To a new scheduler, or one that had given us up: a member with a label already. Its roles tell what
+    they hold; `Reported` ends that."""
+
+    member: MemberInfo
+    label: str
+    expected: int = 0
+
+
+class Reported(Message, frozen=True):
+    term: int
+
+
+class Rejoin(Message, frozen=True):
+    """To a node that counts itself a member and is none: register again."""
+
+    reason: str
+
+
+class StepDown(Message, frozen=True):
+    """To a member: this role of yours has passed to somebody else."""
+
+    role: str
     reason: str
 
 
@@ -171,6 +232,12 @@ class JobReady(Message, frozen=True):
     settings: JobSettings
     dtype: str  # of the model as one vector
     version: int = 0  # of the values that were published
+
+
+class JobKnown(Message, frozen=True):
+    """A worker to a new scheduler: the job as it has heard of it."""
+
+    ready: JobReady
 
 
 class LeadShard(Message, frozen=True):
@@ -229,6 +296,24 @@ class Promoted(Message, frozen=True):
     state_version: int
 
 
+class ShardReport(Message, frozen=True):
+    """A leader to a new scheduler. What had been granted and not applied is forgotten here."""
+
+    shard: ShardRange
+    version: int
+    applied: AppliedIds
+    fail_overs: tuple[Version, ...]
+    replica: str | None
+    replica_version: int | None
+
+
+class ReplicaReport(Message, frozen=True):
+    shard: int
+    epoch: int
+    version: int  # -1: not filled
+    state_version: int
+
+
 class LeaderChanged(Message, frozen=True):
     """To all: the shard has a new leader. `applied` tells each worker which of its updates survived."""
 
@@ -263,6 +348,7 @@ class PartRoute(msgspec.Struct, frozen=True):
     start_in_s: float
     epoch: int
     group: str | None = None
+    term: int = 0  # of the scheduler who granted it
 
 
 class Grant(Message, frozen=True):
@@ -330,6 +416,7 @@ class GatherGroup(Message, frozen=True):
     rate_bytes_per_s: float
     forward_in_s: float  # at the latest, with what is there
     reason: str
+    term: int = 0
 
 
 class LeaveOut(Message, frozen=True):
@@ -347,6 +434,20 @@ class LeftOut(Message, frozen=True):
     shard: int
     updates: tuple[str, ...]
     reason: str
+
+
+class JudgeUpdate(Message, frozen=True):
+    """To a server: is this update, which was offered again and would be dropped, in the model already?"""
+
+    shard: int
+    member: MemberUpdate
+
+
+class NotApplied(Message, frozen=True):
+    """A server's answer; where it is applied, its worker and the scheduler hear that instead."""
+
+    shard: int
+    update: str
 
 
 class UpdateApplied(Message, frozen=True):
@@ -499,6 +600,7 @@ class UpdatePart(Message, frozen=True):
     epoch: int
     weight: float
     group: str | None = None
+    term: int = 0
 
 
 class Aggregate(Message, frozen=True):
@@ -507,6 +609,7 @@ class Aggregate(Message, frozen=True):
     epoch: int
     members: tuple[MemberUpdate, ...]
     weight: float  # sum of the members' weights
+    term: int = 0
 
 
 class ModelPart(Message, frozen=True):
@@ -559,14 +662,26 @@ class TransferHeader(msgspec.Struct, frozen=True):
 ControlMessage = (
     Join | JoinAccepted | JoinRefused | Members | Leave | Heartbeat | HeartbeatSeen | NodeLost
     | RatesLearned
+    | VoteWanted | VoteGiven | NewTerm | Register | Reported | Rejoin | StepDown
+    | JobKnown | ShardReport | ReplicaReport
     | PublishWanted | PublishFirst | PublishRefused | JobReady | LeadShard | FollowShard | ReplicaAssigned
     | ShardReady | Promote | Promoted | LeaderChanged | JobFailed
     | TransferRefused | OfferUpdate | Grant | DropUpdate | OfferAgain | Sequence
     | GatherGroup | LeaveOut | LeftOut
+    | JudgeUpdate | NotApplied
     | UpdateApplied | UpdateRefused | AppliedReport | SlotLate | WithdrawSlot | SlotWithdrawn | SettleSlot
     | Replicate | ReplicaHas | DurableWanted | UpdateDurable
     | PullWanted | ServePull | PullServed | PullFailed
     | ReduceWanted | ReducePlan | ReducePending | ReduceFailed
+)  # fmt: skip
+
+
+# What only the scheduler says. A node takes it from the scheduler it follows and from nobody else.
+ORDERS: Final = (
+    JoinAccepted, JoinRefused, Members, HeartbeatSeen, NodeLost, Rejoin, StepDown,
+    PublishFirst, PublishRefused, JobReady, LeadShard, FollowShard, ReplicaAssigned, Promote, LeaderChanged,
+    JobFailed, Grant, JudgeUpdate, DropUpdate, OfferAgain, Sequence, GatherGroup, LeaveOut, WithdrawSlot,
+    SettleSlot, Replicate, ServePull, PullFailed, ReducePlan, ReducePending, ReduceFailed,
 )  # fmt: skip
 
 

@@ -18,8 +18,8 @@ def caller(secret: bytes = b"s", nonce: bytes = NONCES[0], node: str = "w0") -> 
     return Handshake(node, secret, nonce, Purpose.BULK)
 
 
-def called(secret: bytes = b"s", nonce: bytes = NONCES[1], scheduler: bool = True) -> Handshake:
-    return Handshake("s0", secret, nonce, scheduler=scheduler)
+def called(secret: bytes = b"s", nonce: bytes = NONCES[1], at: str = "") -> Handshake:
+    return Handshake("s0", secret, nonce, scheduler=("s0", at))
 
 
 def fed(side: Handshake, body: bytes | None) -> bytes:
@@ -29,10 +29,10 @@ def fed(side: Handshake, body: bytes | None) -> bytes:
     return answer
 
 
-@given(st.binary(max_size=60), st.sampled_from(Purpose), st.booleans())
-def test_both_sides_with_the_same_secret_come_to_terms(secret: bytes, purpose: Purpose, lives: bool) -> None:
+@given(st.binary(max_size=60), st.sampled_from(Purpose), st.sampled_from(["", "10.0.0.2:7070"]))
+def test_both_sides_with_the_same_secret_come_to_terms(secret: bytes, purpose: Purpose, at: str) -> None:
     one = Handshake("w0", secret, NONCES[0], purpose)
-    other = called(secret, scheduler=lives)
+    other = called(secret, at=at)
     challenge = fed(other, one.begin())
     proof = fed(one, challenge)
     early = other.done
@@ -41,7 +41,7 @@ def test_both_sides_with_the_same_secret_come_to_terms(secret: bytes, purpose: P
     assert (early, one.done, other.done) == (False, True, True)
     assert (one.peer, other.peer) == ("s0", "w0")
     assert other.purpose is purpose
-    assert one.peer_is_scheduler is lives
+    assert one.scheduler == ("s0", at)
 
 
 @given(st.binary(max_size=40), st.binary(max_size=40))
@@ -109,9 +109,9 @@ def test_messages_out_of_turn_end_the_handshake() -> None:
     for side, body, what in (
         (called(), challenge, "Challenge"),
         (called(), msgspec.msgpack.encode(trust.Proof(b"x" * 32)), "Proof"),
-        (called(), msgspec.msgpack.encode(trust.Welcome(True)), "Welcome"),
+        (called(), msgspec.msgpack.encode(trust.Welcome("s0", "")), "Welcome"),
         (one, hello, "Hello"),
-        (one, msgspec.msgpack.encode(trust.Welcome(True)), "Welcome"),
+        (one, msgspec.msgpack.encode(trust.Welcome("s0", "")), "Welcome"),
         (other, hello, "Hello"),
     ):
         with pytest.raises(WireError, match=f"{what} out of turn"):
@@ -123,7 +123,7 @@ def test_nobody_is_welcomed_before_the_called_has_proved_itself() -> None:
     one = caller()
     one.begin()
     with pytest.raises(WireError):
-        one.feed(msgspec.msgpack.encode(trust.Welcome(False)))
+        one.feed(msgspec.msgpack.encode(trust.Welcome("s1", "10.0.0.2:7070")))
 
 
 def test_a_finished_handshake_takes_no_second_proof() -> None:

@@ -42,7 +42,6 @@ def scheduler(
         settings.secret,
         settings.insecure,
     )
-    engine.is_scheduler = True
     engine.node.start_role("scheduler", SchedulerSettings(name))
     engine.start()
     typer.echo(f"scheduler {name} listens on {format_address(*engine.address)}; Ctrl-C ends it")

@@ -15,6 +15,7 @@ from mlfabric.events import (
     MessageReceived,
     PeerLost,
     ReduceRequested,
+    SchedulerChanged,
     TransferArriving,
     TransferFailed,
     TransferFinished,
@@ -72,10 +73,12 @@ class Reducer:
         match event:
             case ReduceRequested(operation=number):
                 self._operations.setdefault(number, _Operation()).wanted = event
-                want = ReduceWanted(number, event.elements, event.dtype)
-                return [Send(self._settings.scheduler, "scheduler", want)]
+                return [self._want(event)]
+            case SchedulerChanged():
+                # Some may have a plan and others none: all ask again, and an equal plan changes nothing.
+                return [self._want(o.wanted) for o in self._operations.values() if o.wanted is not None]
             case MessageReceived(message=ReducePlan() as plan) if plan.operation in self._operations:
-                return self._begin(plan)
+                return self._planned(plan)
             case MessageReceived(message=ReducePending(operation=number, missing=missing)):
                 return [ReduceWaits(number, missing)]
             case MessageReceived(message=ReduceFailed(operation=number, reason=reason)):
@@ -95,6 +98,18 @@ class Reducer:
             case TransferFailed(transfer=transfer, reason=reason):
                 return self._broken(transfer, reason)
         return []
+
+    def _want(self, wanted: ReduceRequested) -> Send:
+        want = ReduceWanted(wanted.operation, wanted.elements, wanted.dtype)
+        return Send(self._settings.scheduler, "scheduler", want)
+
+    def _planned(self, plan: ReducePlan) -> list[Action]:
+        held = self._operations[plan.operation].plan
+        if held is None:
+            return self._begin(plan)
+        if (held.nodes, held.cuts) == (plan.nodes, plan.cuts):
+            return []
+        return self._fail(plan.operation, f"all-reduce {plan.operation}: its members changed under way")
 
     def _begin(self, plan: ReducePlan) -> list[Action]:
         operation = self._operations[plan.operation]

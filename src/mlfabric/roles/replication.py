@@ -49,6 +49,14 @@ class ReplicaLink:
         self.retry_at: float | None = None
 
     @property
+    def node(self) -> str | None:
+        return self._node
+
+    def waits_for(self, node: str) -> bool:
+        """Whether a message is under way to this node; with its connection its answer is lost too."""
+        return self._under_way is not None and self._node == node
+
+    @property
     def filled(self) -> bool:
         return self._node is not None and self._held >= 0
 

@@ -1,7 +1,10 @@
 """The scheduler: sees offers, deliveries and who is there; decides order, routes and leaders. No bytes.
 
 Membership, publishing, fail-over, pulls and all-reduce plans are here; the order of one job's updates is in
-`roles.orderbook`. One scheduler serves several jobs over one view of the network.
+`roles.orderbook`, how long members count as alive in `roles.leases`, what a later scheduler gathers before it
+begins in `roles.rebuild`. One scheduler serves several jobs over one view of the network.
+
+It decides for a job only while it hears at least half of the job's members: `roles.succession` says why.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from mlfabric.messages import (
     Heartbeat,
     HeartbeatSeen,
     JobFailed,
+    JobKnown,
     JobReady,
     Join,
     JoinAccepted,
@@ -30,7 +34,9 @@ from mlfabric.messages import (
     LeftOut,
     MemberInfo,
     Members,
+    NewTerm,
     NodeLost,
+    NotApplied,
     OfferUpdate,
     Promote,
     Promoted,
@@ -42,26 +48,39 @@ from mlfabric.messages import (
     PullWanted,
     RatesLearned,
     ReduceWanted,
+    Register,
+    Rejoin,
     ReplicaAssigned,
+    ReplicaReport,
     Replicate,
+    Reported,
     ServePull,
     ShardRange,
     ShardReady,
+    ShardReport,
     SlotLate,
     SlotWithdrawn,
+    StepDown,
     UpdateRefused,
     Version,
 )
 from mlfabric.plan.values import Reserved
 from mlfabric.roles.actions import Action, Note, SchedulerSettings, Send
 from mlfabric.roles.applied import AppliedSet
+from mlfabric.roles.leases import CEILING_S, Leases
 from mlfabric.roles.orderbook import OrderBook, ShardBook
+from mlfabric.roles.rebuild import JobReports, Rebuilding
 from mlfabric.roles.reductions import Reductions
 from mlfabric.roles.release import MAX_RATE, remainder
 from mlfabric.topology import Host, Network
 
 # A replica is brought up to date in spare time once it has used up this share of its bound.
 SPARE_SHARE = 0.5
+# A silent leader that nobody can replace is waited for so much longer: giving it up ends the job.
+IRREPLACEABLE_S = 10.0
+# How soon a scheduler that hears too few members looks again, and for how long it need not count them.
+LOOK_AGAIN_S = 0.25
+COUNTED_S = 0.05
 
 
 @dataclass(slots=True)
@@ -86,7 +105,11 @@ class _Job:
     early_pulls: list[tuple[str, PullWanted]] = field(default_factory=list)
     reductions: Reductions = field(default_factory=Reductions)
     promoting: dict[int, tuple[str, str]] = field(default_factory=dict)  # shard -> (replica, reason)
+    changes: dict[int, LeaderChanged] = field(default_factory=dict)  # the last per shard
     failed: str | None = None
+    alone: bool = False  # too few members are heard to decide anything
+    enough: tuple[float, bool] = (-1.0, False)  # until when it is known whether enough are heard
+    given_up: dict[str, float] = field(default_factory=dict)  # of late and on suspicion only: until when
 
 
 class SchedulerStatistics(msgspec.Struct, frozen=True):
@@ -105,20 +128,34 @@ class Scheduler:
     def __init__(self, settings: SchedulerSettings) -> None:
         self._settings = settings
         self._members: dict[str, MemberInfo] = {}
-        self._seen: dict[str, float] = {}
+        self._labels: dict[str, str] = {}  # by node
+        self._leases = Leases()
+        self._look_at = 0.0
+        self._serial = settings.serial
         self._lives: dict[tuple[str, str], int] = {}  # (job, name) -> how often it joined
+        self._moved: dict[str, NewTerm] = {}  # job -> who schedules it now
+        self._doubtful: set[str] = set()  # a connection to them broke; what it carried may be lost
+        self._rebuilding = Rebuilding(settings.awaited, settings.wait_s) if settings.term else None
         self._jobs: dict[str, _Job] = {}
         self._network = Network.of(())
         self._fail_overs = 0
 
     def handle(self, event: Event, now: float) -> list[Action]:
+        if isinstance(event, MessageReceived):
+            self._leases.heard(event.sender, now, beat=isinstance(event.message, Heartbeat))
+        if self._rebuilding is not None:
+            return self._rebuild(self._rebuilding, event, now)
         match event:
+            case MessageReceived(sender=sender) if sender in self._doubtful:
+                why = f"the connection with {sender} broke and is back"
+                return [*self._gather_again(sender, why), *self.handle(event, now)]
             case MessageReceived(sender=sender, message=message):
-                if sender in self._seen:
-                    self._seen[sender] = now
                 return [*self._on_message(sender, message, now), *self._plan_due(now)]
-            case PeerLost(node=node, reason=reason):
-                return [*self._lost(node, reason, now), *self._plan_due(now)]
+            case PeerLost(node=node, reason=reason, proved=True):
+                return [*self._lost(node, reason, now, proved=True), *self._plan_due(now)]
+            case PeerLost(node=node):
+                if node in self._members:
+                    self._doubtful.add(node)  # its silence will tell, or its next word
             case DeadlinePassed():
                 return [*self._silent(now), *self._tell_pending(now), *self._plan_due(now)]
         return []
@@ -127,16 +164,22 @@ class Scheduler:
         match message:
             case Join():
                 return self._join(message, now)
+            case Register():
+                return self._register(message, now)
             case Leave():
                 return [Send(sender, "member", NodeLost(sender, LEFT)), *self._lost(sender, LEFT, now)]
             case Heartbeat(sent_s=sent):
-                return [Send(sender, "member", HeartbeatSeen(sent, now))]
+                return self._beat(sender, sent, now)
+            case NewTerm():
+                return self._succeeded(sender, message)
             case RatesLearned():
                 self._learn_rates(sender, message)
                 return []
         job = self._job_of(sender)
         if job is None:
             return []
+        if isinstance(message, JobKnown | ShardReport | ReplicaReport):
+            return self._reported(job, sender, message)
         if isinstance(message, PublishWanted):
             return self._publish(job, sender, message)
         if isinstance(message, ReduceWanted):
@@ -158,6 +201,8 @@ class Scheduler:
                 return book.left_out(message, now)
             case SlotLate():
                 return book.slot_late(message)
+            case NotApplied(shard=shard, update=update):
+                book.not_applied(shard, update, now)
             case SlotWithdrawn():
                 return book.withdrawn(message, now)
             case PullServed(pull=pull, shard=shard):
@@ -177,22 +222,101 @@ class Scheduler:
         if other is not None:
             reason = f"the name {name} is taken by a living member of job {other.job}; choose another"
             return [Send(name, "member", JoinRefused(reason))]
-        job = self._jobs.setdefault(member.job, _Job(member.job))
-        job.expected = max(job.expected, message.expected)
-        self._members[name] = member
-        self._seen[name] = now
-        host = Host(member.host, member.up_bytes_per_s, member.down_bytes_per_s, member.rack)
-        self._network = self._network.with_host(host)
-        life = self._lives.get((member.job, name), 0) + 1
-        self._lives[member.job, name] = life
-        label = name if life == 1 else f"{name}~{life}"
+        if member.job in self._moved:
+            reason = f"job {member.job} is scheduled by {self._moved[member.job].scheduler} now; join there"
+            return [Send(name, "member", JoinRefused(reason))]
+        label = self._label(member.job, name)
+        job = self._admit(member, label, message.expected, now)
         return [
-            *self._announce(),
-            Send(name, "member", JoinAccepted(label, self._settings.node)),
+            *self._announce(job),
+            Send(name, "member", JoinAccepted(label, self._settings.node, self._leases.length_s(name))),
             Note("joined", f"{name} on {member.host} joined job {member.job}"),
             *self._begin_model(job),
             *self._find_replicas(job),
         ]
+
+    def _label(self, job: str, name: str) -> str:
+        """Ids of updates begin with it, so no two lives of a name may share one, whoever schedules."""
+        life = self._lives.get((job, name), 0) + 1
+        self._lives[job, name] = life
+        if self._settings.term:
+            return f"{name}~{self._settings.term}.{life}"
+        return name if life == 1 else f"{name}~{life}"
+
+    def _admit(self, member: MemberInfo, label: str, expected: int, now: float) -> _Job:
+        job = self._jobs.setdefault(member.job, _Job(member.job))
+        job.expected = max(job.expected, expected)
+        job.enough = (-1.0, False)
+        self._members[member.node] = member
+        self._labels[member.node] = label
+        self._leases.begin(member.node, now)
+        host = Host(member.host, member.up_bytes_per_s, member.down_bytes_per_s, member.rack)
+        self._network = self._network.with_host(host)
+        return job
+
+    def _register(self, message: Register, now: float) -> list[Action]:
+        """A member that had been given up, or comes after we began, is back with what it holds."""
+        name = message.member.node
+        if message.member.job in self._moved:
+            return [Send(name, "member", self._moved[message.member.job])]
+        if name in self._members:
+            if self._labels[name] != message.label:
+                reason = f"the name {name} is taken by another process that joined since"
+                return [Send(name, "member", JoinRefused(reason))]
+            return self._gather_again(name, f"{name} registered a second time")
+        job = self._admit(message.member, message.label, 0, now)
+        return [
+            *self._announce(job),
+            Note("registered", f"{name} on {message.member.host} is back in job {job.name}", loud=True),
+            *self._begin_model(job),
+            *self._find_replicas(job),
+        ]
+
+    def _reported(
+        self, job: _Job, sender: str, message: JobKnown | ShardReport | ReplicaReport
+    ) -> list[Action]:
+        """What a member that registered late holds: mostly, roles that have passed to others."""
+        if job.book is None:
+            return []
+        match message:
+            case JobKnown(ready=ready):
+                behind = [s.index for s in ready.shards if s.epoch < job.book.shards[s.index].range.epoch]
+                changes = [job.changes[index] for index in behind if index in job.changes]
+                return [Send(sender, role, change) for change in changes for role in ("worker", "aggregator")]
+            case ShardReport(shard=shard):
+                current = job.book.shards[shard.index].range
+                if (current.leader, current.epoch) == (sender, shard.epoch) and (
+                    shard.index not in job.promoting
+                ):
+                    return []
+                why = f"shard {shard.index} is led by {current.leader} in epoch {current.epoch}"
+                return [Send(sender, "member", StepDown(f"server.{shard.index}", why))]
+            case ReplicaReport(shard=index):
+                current = job.book.shards[index].range
+                if current.replica == sender:
+                    return []
+                why = f"shard {index} is followed by {current.replica or 'nobody'}"
+                return [Send(sender, "member", StepDown(f"replica.{index}", why))]
+
+    def _beat(self, sender: str, sent_s: float, now: float) -> list[Action]:
+        job = self._job_of(sender)
+        if job is None:
+            return [Send(sender, "member", Rejoin(f"{self._settings.node} had given {sender} up"))]
+        if not self._hears_enough(job, now):
+            return []
+        lease = self._leases.length_s(sender)
+        return [Send(sender, "member", HeartbeatSeen(sent_s, now, self._settings.term, lease))]
+
+    def _succeeded(self, sender: str, message: NewTerm) -> list[Action]:
+        """A job has found another scheduler: here it is over."""
+        job = self._job_of(sender)
+        if job is None or message.term <= self._settings.term:
+            return []
+        for name in self._members_of(job):
+            self._forget(name)
+        del self._jobs[job.name]
+        self._moved[job.name] = message
+        return [Note("succeeded", f"job {job.name} is scheduled by {message.scheduler} now", loud=True)]
 
     def _learn_rates(self, sender: str, learned: RatesLearned) -> None:
         """Plan with what a host's transfers showed; nonsense is not believed."""
@@ -201,9 +325,12 @@ class Scheduler:
         if member is not None and 0 < up < MAX_RATE and 0 < down < MAX_RATE:
             self._network = self._network.with_host(Host(member.host, up, down, member.rack))
 
-    def _announce(self) -> list[Action]:
-        everybody = Members(tuple(self._members[name] for name in sorted(self._members)))
-        return [Send(name, "member", everybody) for name in sorted(self._members)]
+    def _announce(self, job: _Job) -> list[Action]:
+        """Tell all members of the job who is there; those that only watch succeed last."""
+        self._serial += 1
+        members = sorted(self._members_of(job).values(), key=lambda m: (not m.roles, m.node))
+        everybody = Members(tuple(members), self._settings.term, self._serial)
+        return [Send(member.node, "member", everybody) for member in members]
 
     def _job_of(self, node: str) -> _Job | None:
         member = self._members.get(node)
@@ -213,25 +340,85 @@ class Scheduler:
         return {name: member for name, member in self._members.items() if member.job == job.name}
 
     def _silent(self, now: float) -> list[Action]:
-        quiet = [name for name, seen in self._seen.items() if now >= seen + self._settings.silence_s]
-        return [
-            action
-            for name in quiet
-            for action in self._lost(name, f"silent for {now - self._seen[name]:.1f} s", now)
-        ]
+        self._look_at = now + LOOK_AGAIN_S
+        actions: list[Action] = []
+        for name in sorted(self._members):
+            if name in self._members and not self._leases.alive(name, now) and self._may_give_up(name, now):
+                silent = self._leases.silent_s(name, now)
+                actions += self._lost(name, f"silent for {silent:.1f} s", now)
+        for job in self._jobs.values():
+            actions += self._check_company(job, now)
+        return actions
 
-    def _lost(self, node: str, reason: str, now: float) -> list[Action]:
+    def _may_give_up(self, node: str, now: float) -> bool:
+        """Whether enough others are heard, and its loss would not end the job for a moment's silence."""
+        job = self._job_of(node)
+        if job is None:
+            return True
+        if self._is_irreplaceable(job, node) and self._leases.silent_s(node, now) < IRREPLACEABLE_S:
+            return False
+        members = self._members_of(job)
+        fresh = sum(1 for name in members if self._leases.fresh(name, now))
+        # Where most have just fallen silent together, it is us who can't hear.
+        return self._hears_enough(job, now) and 2 * fresh >= len(members) + self._given_up(job, now)
+
+    def _given_up(self, job: _Job, now: float) -> int:
+        """Those given up a moment ago still count, or a cut would let us give up one half after the other."""
+        job.given_up = {name: until for name, until in job.given_up.items() if now < until}
+        return len(job.given_up.keys() - self._members.keys())
+
+    def _hears_enough(self, job: _Job, now: float) -> bool:
+        """At least half of the job's members: then no other scheduler can have more than half."""
+        if now < job.enough[0]:
+            return job.enough[1]
+        members = self._members_of(job)
+        heard = sum(1 for name in members if self._leases.alive(name, now))
+        enough = 2 * heard >= len(members) + self._given_up(job, now)
+        job.enough = (now + COUNTED_S, enough)
+        return enough
+
+    def _is_irreplaceable(self, job: _Job, node: str) -> bool:
+        if job.book is None or not job.ready or job.failed is not None:
+            return False
+        return any(
+            shard.range.leader == node and not (shard.replica_filled and shard.range.replica in self._members)
+            for shard in job.book.shards.values()
+        )
+
+    def _check_company(self, job: _Job, now: float) -> list[Action]:
+        alone = not self._hears_enough(job, now)
+        if alone == job.alone:
+            return []
+        job.alone = alone
+        count = len(self._members_of(job))
+        if not alone:
+            return [Note("decides-again", f"at least half of the {count} members are heard", loud=True)]
+        reason = f"fewer than half of the {count} members of job {job.name} are heard; nothing is decided"
+        return [Note("undecided", reason, loud=True)]
+
+    def _forget(self, node: str) -> MemberInfo | None:
         member = self._members.pop(node, None)
         if member is None:
-            return []
-        del self._seen[node]
+            return None
+        self._jobs[member.job].enough = (-1.0, False)
+        del self._labels[node]
+        self._leases.end(node)
+        self._doubtful.discard(node)
         if not any(other.host == member.host for other in self._members.values()):
             self._network = self._network.without_host(member.host)
+        return member
+
+    def _lost(self, node: str, reason: str, now: float, proved: bool = False) -> list[Action]:
+        member = self._forget(node)
+        if member is None:
+            return []
         job = self._jobs[member.job]
+        if not proved and reason != LEFT:
+            job.given_up[node] = now + CEILING_S
         actions: list[Action] = [
             Note("node-lost", f"{node}: {reason}", loud=reason != LEFT),
-            *(Send(name, "member", NodeLost(node, reason)) for name in sorted(self._members)),
-            *self._announce(),
+            *(Send(name, "member", NodeLost(node, reason)) for name in sorted(self._members_of(job))),
+            *self._announce(job),
         ]
         for pull in [name for name, pulling in job.pulls.items() if pulling.node == node]:
             del job.pulls[pull]
@@ -274,7 +461,7 @@ class Scheduler:
         if not leaders:
             return []
         job.placed, job.expected = True, 0
-        book = OrderBook(job.name, wanted.settings, wanted.elements)
+        book = OrderBook(job.name, wanted.settings, wanted.elements, self._settings.term)
         job.book = book
         count = min(wanted.settings.shards, wanted.elements)
         cuts = [wanted.elements * i // count for i in range(count + 1)]
@@ -418,6 +605,7 @@ class Scheduler:
             actions.append(Note("lost", f"committed, but not in {sender} when it took over", lost, loud=True))
         replica_actions = self._find_replicas(job)
         change = LeaderChanged(shard.range, message.version, message.applied, expected[1])
+        job.changes[message.shard] = change
         for name in sorted(self._members_of(job)):
             actions += [Send(name, role, change) for role in ("worker", "aggregator")]
         return [*actions, *replica_actions]
@@ -432,6 +620,111 @@ class Scheduler:
         gone = ReplicaAssigned(index, None, f"replica {node} lost: {reason}", orderly=reason == LEFT)
         actions: list[Action] = [Send(shard.range.leader, f"server.{index}", gone), *self._find_replicas(job)]
         return [*actions, *self._check_ready(job, now)]
+
+    # --- after a succession, or where messages may be lost ----------------------------------------------
+
+    def _gather_again(self, node: str, why: str) -> list[Action]:
+        """Have all members of the job report once more: what was sent to or by this one may be lost."""
+        job = self._job_of(node)
+        if job is None:
+            return []
+        names = sorted(self._members_of(job))
+        self._doubtful.difference_update(names)
+        self._rebuilding = Rebuilding(names, CEILING_S)
+        return [
+            Note("gathering-again", why, loud=True),
+            *(Send(name, "member", Rejoin(why)) for name in names),
+        ]
+
+    def _rebuild(self, rebuilding: Rebuilding, event: Event, now: float) -> list[Action]:
+        """Gather what members report; begin once all have, or when the rest has had its time."""
+        rebuilding.begin(now)
+        actions: list[Action] = []
+        match event:
+            case MessageReceived(message=Register() as register):
+                name = register.member.node
+                job = self._admit(register.member, register.label, register.expected, now)
+                rebuilding.reports(job.name).forget(name)
+            case MessageReceived(sender=sender, message=Heartbeat(sent_s=sent)) if sender in self._members:
+                lease = self._leases.length_s(sender)
+                seen = HeartbeatSeen(sent, now, self._settings.term, lease)
+                actions.append(Send(sender, "member", seen))
+            case MessageReceived(message=Heartbeat()):
+                pass  # it has not heard of us, or its report is on its way
+            case MessageReceived(sender=sender, message=JobKnown() | ShardReport() | ReplicaReport() as told):
+                if sender in self._members:
+                    rebuilding.reports(self._members[sender].job).note(sender, told)
+            case MessageReceived(sender=sender, message=Reported()):
+                rebuilding.awaited.discard(sender)
+            case PeerLost(node=node, proved=proved):
+                if proved:
+                    rebuilding.awaited.discard(node)
+                rebuilding.later.append(event)
+            case MessageReceived():
+                rebuilding.later.append(event)
+        return [*actions, *self._begin_again(rebuilding, now)] if rebuilding.complete(now) else actions
+
+    def _begin_again(self, rebuilding: Rebuilding, now: float) -> list[Action]:
+        self._rebuilding = None
+        missing = sorted(rebuilding.awaited)
+        term = self._settings.term
+        silent = f", not {', '.join(missing)}" if missing else ""
+        why = f"term {term}: {len(self._members)} members have reported{silent}"
+        actions: list[Action] = [Note("rebuilt", why, loud=True)]
+        lost = f"it did not report to {self._settings.node} in term {term}"
+        for name in missing:
+            self._forget(name)
+            actions += [Send(each, "member", NodeLost(name, lost)) for each in sorted(self._members)]
+        for job in [job for job in self._jobs.values() if job.name in rebuilding.jobs]:
+            if len(self._settings.awaited) + 1 >= job.expected:
+                job.expected = 0  # all had come before
+            actions += self._announce(job)
+            reports = rebuilding.reports(job.name)
+            actions += self._resume(job, reports) if reports.ready is not None else self._begin_model(job)
+        return [*actions, *(action for event in rebuilding.later for action in self.handle(event, now))]
+
+    def _resume(self, job: _Job, reports: JobReports) -> list[Action]:
+        """Go on with a job whose model is in place: shards as their leaders report them."""
+        assert reports.ready is not None
+        job.published, job.placed, job.ready = reports.publication(), True, True
+        wanted = job.published
+        first = job.book.next_number() if job.book is not None else 0
+        job.book = OrderBook(job.name, wanted.settings, wanted.elements, self._settings.term, first)
+        job.promoting.clear()
+        job.pulls.clear()
+        actions: list[Action] = []
+        for range_ in reports.ready.shards:
+            job.book.shards[range_.index] = reports.shard(range_)
+        for index, shard in sorted(job.book.shards.items()):
+            if reports.is_led(index):
+                actions += self._keep_leader(job, reports, shard)
+            else:
+                actions += self._leader_lost(job, index, shard.range.leader, "it did not report")
+            kept = (shard.range.leader, shard.range.replica)
+            for role, told in (("server", reports.servers), ("replica", reports.replicas)):
+                for name, _ in told.get(index, []):
+                    if name not in kept:
+                        why = f"shard {index} is led by {kept[0]} and followed by {kept[1] or 'nobody'}"
+                        actions.append(Send(name, "member", StepDown(f"{role}.{index}", why)))
+        return [*actions, *self._find_replicas(job)]
+
+    def _keep_leader(self, job: _Job, reports: JobReports, shard: ShardBook) -> list[Action]:
+        """Tell those who have not heard of this leader's epoch, and the leader if its replica is gone."""
+        index, range_ = shard.range.index, shard.range
+        report = reports.leader_report(shard)
+        actions: list[Action] = []
+        if report.replica is not None and range_.replica is None:
+            gone = ReplicaAssigned(index, None, f"replica {report.replica} did not report")
+            actions.append(Send(range_.leader, f"server.{index}", gone))
+        if range_.epoch == 0:
+            return actions
+        why = "the leader changed with the scheduler"
+        change = LeaderChanged(range_, report.version, report.applied, why)
+        job.changes[index] = change
+        for name, epochs in sorted(reports.epochs.items()):
+            if epochs.get(index, range_.epoch) < range_.epoch:
+                actions += [Send(name, role, change) for role in ("worker", "aggregator")]
+        return actions
 
     def _find_replicas(self, job: _Job) -> list[Action]:
         """Give every shard that lacks one a new replica, where somebody can be one."""
@@ -546,6 +839,9 @@ class Scheduler:
             book = job.book
             if book is None or not job.ready or job.promoting or book.plan_at is None or now < book.plan_at:
                 continue
+            if not self._hears_enough(job, now):
+                book.plan_at = now + LOOK_AGAIN_S
+                continue
             others = [
                 remainder(reserved, finish_s, now)
                 for each in self._jobs.values()
@@ -562,7 +858,9 @@ class Scheduler:
         return actions
 
     def next_deadline(self) -> float | None:
-        times = [seen + self._settings.silence_s for seen in self._seen.values()]
+        if self._rebuilding is not None:
+            return self._rebuilding.until
+        times = [max(self._leases.until_s(name), self._look_at) for name in self._members]
         for job in self._jobs.values():
             if job.book is not None and job.book.plan_at is not None and job.ready and not job.promoting:
                 times.append(job.book.plan_at)
@@ -579,7 +877,8 @@ class Scheduler:
         )
 
     def validate(self) -> None:
-        assert self._seen.keys() == self._members.keys(), "every member is watched"
+        assert self._leases.nodes() == self._members.keys(), "every member is watched"
+        assert self._labels.keys() == self._members.keys(), "every member has a label"
         for job in self._jobs.values():
             if job.book is not None:
                 job.book.validate()

@@ -8,6 +8,7 @@ never waits for the network here; it hands calls over and waits for answers.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -56,6 +57,8 @@ logger = logging.getLogger("mlfabric")
 
 HANDSHAKE_S = 5.0
 CONNECT_S = 5.0
+# What a host answers where no process listens any more.
+REFUSED = os.strerror(errno.ECONNREFUSED).lower()
 LEAVE_S = 0.5  # after one connection of a peer has ended, the others may carry what was under way
 MAX_STRANGERS = 64  # connections that have not proved themselves yet
 OFFSET_SAMPLES = 16
@@ -85,7 +88,6 @@ class Engine:
                 "on all members, or say insecure=True where the network is trusted"
             )
         self.name = name
-        self.is_scheduler = False
         self.traffic = Traffic()
         self.node = Node(name, self, data, log)
         self.client = Client(self.node, self._post)
@@ -242,10 +244,17 @@ class Engine:
             sock.close()
             return
         handshake = Handshake(
-            self.name, self._secret, secrets.token_bytes(NONCE_BYTES), scheduler=self.is_scheduler
+            self.name, self._secret, secrets.token_bytes(NONCE_BYTES), scheduler=self._scheduler_at()
         )
         prepare_socket(sock, bulk=False)
         self._add(Connection(sock, handshake, "", False, time.monotonic() + HANDSHAKE_S))
+
+    def _scheduler_at(self) -> tuple[str, str]:
+        """(name, address) of whoever schedules, for those who come to ask; an empty address means us."""
+        if "scheduler" in self.node.roles:
+            return self.name, ""
+        address = self._addresses.get(self.node.scheduler)
+        return self.node.scheduler, format_address(*address) if address else ""
 
     def _add(self, connection: Connection) -> None:
         self._connections.add(connection)
@@ -275,7 +284,7 @@ class Engine:
         result = sock.connect_ex(address)
         if result not in (0, 115):  # EINPROGRESS
             sock.close()
-            self.call(lambda: self._peer_down(node, os.strerror(result)))
+            self.call(lambda: self._peer_down(node, os.strerror(result).lower()))
             return None
         connection.queue_frame(encode_frame(Kind.HANDSHAKE, handshake.begin()), during_handshake=True)
         self._out[node, purpose] = connection
@@ -340,6 +349,8 @@ class Engine:
             self._leaving.setdefault(peer, (time.monotonic() + LEAVE_S, reason))
         else:
             self._peer_down(peer, reason)
+            if connection.ready:
+                self._to(peer, Purpose.CONTROL)  # where its process is gone, its host says so at once
 
     def _drop(self, connection: Connection) -> None:
         self._connections.discard(connection)
@@ -354,7 +365,7 @@ class Engine:
         for connection in [c for c in self._connections if c.peer == peer]:
             self._drop(connection)
             self._fail_transfers(connection, reason)
-        self.node.peer_lost(peer, reason)
+        self.node.peer_lost(peer, reason, proved=reason == REFUSED)
 
     def _fail_transfers(self, connection: Connection, reason: str) -> None:
         broken = [sending.transfer for sending in connection.sendings if not sending.aborted]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import secrets
 import socket
 import time
+from typing import NamedTuple
 
-from mlfabric.config import format_address
+from mlfabric.config import format_address, parse_address
 from mlfabric.errors import ConnectError
 from mlfabric.runtime.trust import NONCE_BYTES, Handshake, Purpose, Refused
 from mlfabric.wire import FrameReader, Kind, WireError, encode_frame
@@ -14,8 +15,16 @@ from mlfabric.wire import FrameReader, Kind, WireError, encode_frame
 RETRY_S = 0.1
 
 
-def find_scheduler(address: tuple[str, int], name: str, secret: bytes, timeout_s: float) -> tuple[str, str]:
-    """(the scheduler's node name, our own address on the way there). Waits for one to come up."""
+class Found(NamedTuple):
+    """Who schedules, where, and our own address on the way there."""
+
+    scheduler: str
+    address: tuple[str, int]
+    ours: str
+
+
+def find_scheduler(address: tuple[str, int], name: str, secret: bytes, timeout_s: float) -> Found:
+    """Ask at an address, and wait for somebody to come up there; any member knows who schedules."""
     where = format_address(*address)
     until = time.monotonic() + timeout_s
     while True:
@@ -23,7 +32,12 @@ def find_scheduler(address: tuple[str, int], name: str, secret: bytes, timeout_s
         try:
             with socket.create_connection(address, timeout=max(min(left, 5.0), 0.05)) as sock:
                 sock.settimeout(max(min(left, 5.0), 0.05))
-                return _ask(sock, where, name, secret), sock.getsockname()[0]
+                scheduler, elsewhere = _ask(sock, where, name, secret)
+                if not elsewhere:
+                    return Found(scheduler, address, sock.getsockname()[0])
+            address, where = parse_address(elsewhere), elsewhere
+            if time.monotonic() + RETRY_S >= until:
+                raise ConnectError(f"{scheduler} at {where} is said to schedule, but did not answer in time")
         except socket.gaierror:
             raise ConnectError(
                 f"the host name in {where} is unknown; check the scheduler's address"
@@ -38,7 +52,8 @@ def find_scheduler(address: tuple[str, int], name: str, secret: bytes, timeout_s
         time.sleep(RETRY_S)
 
 
-def _ask(sock: socket.socket, where: str, name: str, secret: bytes) -> str:
+def _ask(sock: socket.socket, where: str, name: str, secret: bytes) -> tuple[str, str]:
+    """(who schedules, at which other address; none: it is who answered)."""
     handshake = Handshake(name, secret, secrets.token_bytes(NONCE_BYTES), Purpose.PROBE)
     reader = FrameReader()
     sock.sendall(encode_frame(Kind.HANDSHAKE, handshake.begin()))
@@ -59,6 +74,7 @@ def _ask(sock: socket.socket, where: str, name: str, secret: bytes) -> str:
             raise ConnectError(f"the scheduler at {where} let {name} not in: {refusal}") from None
         if answer is not None:
             sock.sendall(encode_frame(Kind.HANDSHAKE, answer))
-    if not handshake.peer_is_scheduler:
-        raise ConnectError(f"{handshake.peer} at {where} is a member of a fabric, not its scheduler")
-    return handshake.peer
+    scheduler, elsewhere = handshake.scheduler
+    if scheduler != handshake.peer and not elsewhere:
+        raise ConnectError(f"{handshake.peer} at {where} is a member of a fabric that has no scheduler now")
+    return scheduler, elsewhere

@@ -44,7 +44,8 @@ class Proof(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    scheduler: bool  # whether the scheduler lives here
+    scheduler: str  # who schedules
+    address: str  # and where; empty: here, or nobody knows
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
@@ -64,18 +65,23 @@ class Handshake:
     """One side of a handshake: bytes in, bytes out, `done` at the end."""
 
     def __init__(
-        self, node: str, secret: bytes, nonce: bytes, purpose: Purpose | None = None, scheduler: bool = False
+        self,
+        node: str,
+        secret: bytes,
+        nonce: bytes,
+        purpose: Purpose | None = None,
+        scheduler: tuple[str, str] = ("", ""),
     ) -> None:
         self._node = node
         self._secret = secret
         self._nonce = nonce
         self._purpose = purpose  # None: we were called
-        self._is_scheduler = scheduler
+        self._scheduler = scheduler
         self._hello: Hello | None = None
         self._challenge: Challenge | None = None
         self.peer = ""
         self.purpose = purpose
-        self.peer_is_scheduler = False
+        self.scheduler = ("", "")  # name and address, as the other side knows it
         self.done = False
 
     def begin(self) -> bytes:
@@ -100,7 +106,7 @@ class Handshake:
             case Proof() if self._purpose is None and self._challenge is not None and not self.done:
                 return self._verify(message)
             case Welcome() if self._purpose is not None and self._challenge is not None and not self.done:
-                self.peer_is_scheduler = message.scheduler
+                self.scheduler = (message.scheduler, message.address)
                 self.done = True
                 return None
         raise WireError(f"{type(message).__name__} out of turn")
@@ -133,7 +139,7 @@ class Handshake:
         if not hmac.compare_digest(expected, proof.proof):
             raise Refused("the secrets differ; give both sides the same MLFABRIC_SECRET")
         self.done = True
-        return _encoder.encode(Welcome(self._is_scheduler))
+        return _encoder.encode(Welcome(*self._scheduler))
 
     def _seal(self, side: bytes, hello: Hello, called: str, nonce: bytes) -> bytes:
         parts = (side, hello.node.encode(), hello.purpose.value.encode(), hello.nonce, called.encode(), nonce)
