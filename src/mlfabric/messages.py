@@ -119,6 +119,7 @@ class Leave(Message, frozen=True):
 
 class Heartbeat(Message, frozen=True):
     sent_s: float  # sender's clock
+    attempt: int = 0  # how often the sender has registered so far
 
 
 class HeartbeatSeen(Message, frozen=True):
@@ -180,6 +181,7 @@ class Register(Message, frozen=True):
 
     member: MemberInfo
     label: str
+    attempt: int
     expected: int = 0
 
 
@@ -188,8 +190,9 @@ class Reported(Message, frozen=True):
 
 
 class Rejoin(Message, frozen=True):
-    """To a node that counts itself a member and is none: register again."""
+    """To a node that counts itself a member and is none: register again, unless it has since."""
 
+    attempt: int  # the last the scheduler has heard of
     reason: str
 
 

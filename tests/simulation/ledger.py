@@ -15,7 +15,7 @@ from mlfabric.client import Committed, Dropped, Outcome
 from mlfabric.data import ArrayData
 from mlfabric.errors import FabricError
 from mlfabric.eventlog import MemoryLog
-from mlfabric.messages import JobSettings
+from mlfabric.messages import MEMBER_ROLES, JobSettings
 from mlfabric.numerics import Sum, Vector
 from mlfabric.roles.actions import Note
 from mlfabric.sim.engine import Process, SimNode, Simulation
@@ -41,6 +41,7 @@ class LedgerRun:
     # (seconds after the model is in place, a fault of `Simulation`, node, how long it lasts)
     faults: tuple[tuple[Any, ...], ...] = ()
     embed: bool = False  # the first worker's process schedules too
+    everywhere: bool = False  # every member may be used for everything, as under torchrun
     seconds: float = 60.0
     pull_each: bool = True
 
@@ -52,6 +53,7 @@ class LedgerRun:
     _done: set[str] = field(default_factory=set)
     _struck: set[str] = field(default_factory=set)
     _last_fault_ends: float = 0.0
+    ready_at: float = 0.0
 
     def run(self) -> LedgerRun:
         names = [f"w{i}" for i in range(self.workers)]
@@ -67,7 +69,7 @@ class LedgerRun:
         self.nodes: dict[str, SimNode] = {}
         for name in everybody:
             roles = {"w": ("worker", "aggregator"), "a": ("aggregator",), "s": ("server", "replica")}
-            mine = roles.get(name[0], ("replica",))
+            mine = MEMBER_ROLES if self.everywhere else roles.get(name[0], ("replica",))
             self.nodes[name] = self.sim.add_node(name, name, self.scheduler, mine, expected=len(everybody))
         for index, name in enumerate(names):
             self.sim.spawn(self._work(index, self.nodes[name]), self.nodes[name])
@@ -78,6 +80,8 @@ class LedgerRun:
         return self
 
     def _begin_faults(self) -> None:
+        if not self.ready_at:
+            self.ready_at = self.sim.now
         faults, self.faults = self.faults, ()
         for at, what, name, *more in faults:
             self._struck.add(name)

@@ -73,6 +73,7 @@ class Member:
         self._succession = Succession(settings.member.node, settings.scheduler)
         self._label: str | None = None
         self._left = False
+        self._attempt = 0
         self._taken = 0
         self._beat_at: float | None = None
 
@@ -119,7 +120,9 @@ class Member:
                 )
             case NewTerm(term=term, scheduler=scheduler):
                 return self._new_term(sender, term, scheduler, now)
-            case Rejoin(reason=reason) if self._label is not None:
+            case Rejoin(reason=reason, attempt=attempt) if self._label is not None:
+                if attempt < self._attempt:
+                    return []  # we have, since that was said
                 again = Note("registering-again", reason, loud=True)
                 return [again, *self._follow(succession.term, succession.scheduler, now)]
             case LeadShard() | FollowShard() | StepDown():
@@ -164,14 +167,17 @@ class Member:
             return []  # who has not joined yet asks by itself
         ends = self._succession.followed(term, scheduler, now)
         self._beat_at = now
-        register = Register(self._settings.member, self._label, self._settings.expected)
+        self._attempt += 1
+        register = Register(self._settings.member, self._label, self._attempt, self._settings.expected)
         return [*ends, Send(scheduler, "scheduler", register), FollowScheduler(scheduler, term)]
 
     def _beat(self, now: float) -> list[Action]:
         if self._beat_at is None or now < self._beat_at:
             return []
         self._beat_at = now + self._succession.lease_s / BEATS_PER_LEASE
-        return [self._tell(Heartbeat(now))] if self._succession.speaks_to_scheduler(now) else []
+        return (
+            [self._tell(Heartbeat(now, self._attempt))] if self._succession.speaks_to_scheduler(now) else []
+        )
 
     def _tell(self, message: Join | Heartbeat | Leave | Reported) -> Send:
         return Send(SCHEDULER, "scheduler", message)

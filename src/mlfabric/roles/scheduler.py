@@ -129,6 +129,7 @@ class Scheduler:
         self._settings = settings
         self._members: dict[str, MemberInfo] = {}
         self._labels: dict[str, str] = {}  # by node
+        self._attempts: dict[str, int] = {}  # by node: how often it has registered
         self._leases = Leases()
         self._look_at = 0.0
         self._serial = settings.serial
@@ -168,8 +169,8 @@ class Scheduler:
                 return self._register(message, now)
             case Leave():
                 return [Send(sender, "member", NodeLost(sender, LEFT)), *self._lost(sender, LEFT, now)]
-            case Heartbeat(sent_s=sent):
-                return self._beat(sender, sent, now)
+            case Heartbeat():
+                return self._beat(sender, message, now)
             case NewTerm():
                 return self._succeeded(sender, message)
             case RatesLearned():
@@ -231,6 +232,7 @@ class Scheduler:
             *self._announce(job),
             Send(name, "member", JoinAccepted(label, self._settings.node, self._leases.length_s(name))),
             Note("joined", f"{name} on {member.host} joined job {member.job}"),
+            *([Send(name, "worker", self._ready_message(job))] if job.ready else []),
             *self._begin_model(job),
             *self._find_replicas(job),
         ]
@@ -243,12 +245,13 @@ class Scheduler:
             return f"{name}~{self._settings.term}.{life}"
         return name if life == 1 else f"{name}~{life}"
 
-    def _admit(self, member: MemberInfo, label: str, expected: int, now: float) -> _Job:
+    def _admit(self, member: MemberInfo, label: str, expected: int, now: float, attempt: int = 0) -> _Job:
         job = self._jobs.setdefault(member.job, _Job(member.job))
         job.expected = max(job.expected, expected)
         job.enough = (-1.0, False)
         self._members[member.node] = member
         self._labels[member.node] = label
+        self._attempts[member.node] = attempt
         self._leases.begin(member.node, now)
         host = Host(member.host, member.up_bytes_per_s, member.down_bytes_per_s, member.rack)
         self._network = self._network.with_host(host)
@@ -263,8 +266,10 @@ class Scheduler:
             if self._labels[name] != message.label:
                 reason = f"the name {name} is taken by another process that joined since"
                 return [Send(name, "member", JoinRefused(reason))]
+            if message.attempt <= self._attempts[name]:
+                return []
             return self._gather_again(name, f"{name} registered a second time")
-        job = self._admit(message.member, message.label, 0, now)
+        job = self._admit(message.member, message.label, 0, now, message.attempt)
         return [
             *self._announce(job),
             Note("registered", f"{name} on {message.member.host} is back in job {job.name}", loud=True),
@@ -298,14 +303,15 @@ class Scheduler:
                 why = f"shard {index} is followed by {current.replica or 'nobody'}"
                 return [Send(sender, "member", StepDown(f"replica.{index}", why))]
 
-    def _beat(self, sender: str, sent_s: float, now: float) -> list[Action]:
+    def _beat(self, sender: str, beat: Heartbeat, now: float) -> list[Action]:
         job = self._job_of(sender)
         if job is None:
-            return [Send(sender, "member", Rejoin(f"{self._settings.node} had given {sender} up"))]
+            why = f"{self._settings.node} had given {sender} up"
+            return [Send(sender, "member", Rejoin(beat.attempt, why))]
         if not self._hears_enough(job, now):
             return []
         lease = self._leases.length_s(sender)
-        return [Send(sender, "member", HeartbeatSeen(sent_s, now, self._settings.term, lease))]
+        return [Send(sender, "member", HeartbeatSeen(beat.sent_s, now, self._settings.term, lease))]
 
     def _succeeded(self, sender: str, message: NewTerm) -> list[Action]:
         """A job has found another scheduler: here it is over."""
@@ -401,7 +407,7 @@ class Scheduler:
         if member is None:
             return None
         self._jobs[member.job].enough = (-1.0, False)
-        del self._labels[node]
+        del self._labels[node], self._attempts[node]
         self._leases.end(node)
         self._doubtful.discard(node)
         if not any(other.host == member.host for other in self._members.values()):
@@ -633,7 +639,7 @@ class Scheduler:
         self._rebuilding = Rebuilding(names, CEILING_S)
         return [
             Note("gathering-again", why, loud=True),
-            *(Send(name, "member", Rejoin(why)) for name in names),
+            *(Send(name, "member", Rejoin(self._attempts[name], why)) for name in names),
         ]
 
     def _rebuild(self, rebuilding: Rebuilding, event: Event, now: float) -> list[Action]:
@@ -643,7 +649,7 @@ class Scheduler:
         match event:
             case MessageReceived(message=Register() as register):
                 name = register.member.node
-                job = self._admit(register.member, register.label, register.expected, now)
+                job = self._admit(register.member, register.label, register.expected, now, register.attempt)
                 rebuilding.reports(job.name).forget(name)
             case MessageReceived(sender=sender, message=Heartbeat(sent_s=sent)) if sender in self._members:
                 lease = self._leases.length_s(sender)
