@@ -189,6 +189,18 @@ class Fabric:
         if isinstance(self._log, FileLog):
             self._log.close()
 
+    @property
+    def gone(self) -> bool:
+        """Whether this member is one no more: it left, was drained, or its job failed."""
+        return self._client.gone.is_set()
+
+    def drain(self, timeout: float = PATIENCE_S) -> None:
+        """Hand on what this member leads and wait until nothing needs it; `close` afterwards."""
+        if self._closed or self.gone:
+            return
+        self._client.drain()
+        self._client.gone.wait(timeout)
+
     def _check_open(self) -> None:
         if self._closed:
             raise FabricError(f"{self.name} has left the fabric; join again")
@@ -304,9 +316,11 @@ def join_with(settings: Settings, roles: tuple[str, ...], timeout: float = 10.0)
     if settings.embed_scheduler:
         listen, leader = settings.scheduler, settings.name
     else:
-        found = find_scheduler(settings.scheduler, settings.name, settings.secret, timeout)
-        listen, leader = (found.ours, 0), found.scheduler
+        found = find_scheduler(settings.scheduler, settings.name, settings.secret, timeout, settings.job)
+        # The address by which the scheduler is reached is the one by which it reaches us.
+        listen, leader = settings.listen or (found.ours, 0), found.scheduler
     engine = Engine(settings.name, data, log, listen, settings.secret, settings.insecure)
+    engine.job = settings.job
     if settings.embed_scheduler:
         engine.node.start_role("scheduler", SchedulerSettings(settings.name))
     else:

@@ -18,6 +18,7 @@ import numpy as np
 from mlfabric.data import WIRE_DTYPES
 from mlfabric.errors import FabricError, ShapeMismatch
 from mlfabric.events import (
+    DrainRequested,
     DurabilityRequested,
     Event,
     JoinRequested,
@@ -35,6 +36,7 @@ from mlfabric.roles.actions import (
     FailJob,
     JobBecameReady,
     ReduceWaits,
+    RefuseNew,
     ResolveDurable,
     ResolveJoin,
     ResolvePublish,
@@ -92,6 +94,8 @@ class Client:
         self.settings: JobSettings | None = None
         self.shard_ranges: tuple[tuple[int, int], ...] = ()
         self.failed: str | None = None
+        self.refused: str | None = None  # new calls, while what is pending goes on
+        self.gone = threading.Event()  # nothing more will come
         self.lost: list[str] = []
         self.rule_spec = RuleSpec("Sum")
         self._pending_reduces: dict[int, tuple[str, ...]] = {}
@@ -103,6 +107,9 @@ class Client:
 
     def leave(self) -> None:
         self._post("member", LeaveRequested(), lambda: None)
+
+    def drain(self) -> None:
+        self._post("member", DrainRequested(), lambda: None)
 
     def publish(
         self,
@@ -184,8 +191,8 @@ class Client:
 
     def _ask(self, key: str, role: str, event: Event, before: Callable[[], None] = lambda: None) -> Answer:
         answer: Answer = Future()
-        if self.failed is not None:
-            answer.set_exception(FabricError(self.failed))
+        if self.failed is not None or self.refused is not None:
+            answer.set_exception(FabricError(self.failed or self.refused))
             return answer
         self._answers[key] = answer
         self._post(role, event, before)
@@ -221,8 +228,11 @@ class Client:
                 self._answer(f"reduce/{operation}", None, error)
             case ReduceWaits(operation=operation, missing=missing):
                 self._pending_reduces[operation] = missing
+            case RefuseNew(reason=reason):
+                self.refused = reason
             case FailJob(reason=reason):
-                self.failed = reason
+                self.failed = self.failed or reason
+                self.gone.set()
                 for key in list(self._answers):
                     self._answer(key, None, reason)
 

@@ -125,6 +125,10 @@ class ReduceRequested(Event, frozen=True):
     itemsize: int
 
 
+class DrainRequested(Event, frozen=True):
+    """The node wants to leave once nothing needs it."""
+
+
 class LeaveRequested(Event, frozen=True):
     pass
 

@@ -196,11 +196,80 @@ class Rejoin(Message, frozen=True):
     reason: str
 
 
+class DrainBegun(Message, frozen=True):
+    """To a member: take on nothing new; you leave once nothing needs you."""
+
+    reason: str
+
+
 class StepDown(Message, frozen=True):
     """To a member: this role of yours has passed to somebody else."""
 
     role: str
     reason: str
+
+
+# --- asked by people --------------------------------------------------------------------------------------
+
+
+class StatusWanted(Message, frozen=True):
+    pass
+
+
+class MemberStatus(msgspec.Struct, frozen=True):
+    node: str
+    host: str
+    address: str
+    job: str
+    roles: tuple[str, ...]  # what it may be used for
+    leads: tuple[int, ...]  # shards
+    follows: tuple[int, ...]
+    up_bytes_per_s: float  # as the planner sees its host
+    down_bytes_per_s: float
+    lease_s: float
+    silent_s: float
+    draining: str  # why, while it is
+
+
+class ShardStatus(msgspec.Struct, frozen=True):
+    index: int
+    leader: str
+    epoch: int
+    version: int
+    replica: str | None
+    replica_filled: bool
+    undurable: int  # updates applied and not yet at the replica
+
+
+class JobStatus(msgspec.Struct, frozen=True):
+    name: str
+    members: int
+    ready: bool
+    failed: str | None
+    shards: tuple[ShardStatus, ...]
+    waiting: int  # updates offered
+    granted: int  # and on their way
+    applied: int  # in all
+    dropped: int
+    applied_per_s: float  # over the last ten seconds
+
+
+class StatusReport(Message, frozen=True):
+    scheduler: str
+    term: int
+    undecided: bool  # it waits for reports
+    members: tuple[MemberStatus, ...]
+    jobs: tuple[JobStatus, ...]
+
+
+class DrainWanted(Message, frozen=True):
+    target: str  # a host or a node
+    job: str | None = None  # of this job only
+
+
+class DrainAnswered(Message, frozen=True):
+    nodes: tuple[str, ...]
+    error: str = ""
 
 
 # --- the model --------------------------------------------------------------------------------------------
@@ -282,6 +351,19 @@ class Promote(Message, frozen=True):
     shard: int
     epoch: int
     reason: str
+
+
+class YieldLead(Message, frozen=True):
+    """To a leader: bring your replica level, optimizer state included, and say so; it leads then."""
+
+    shard: int
+    reason: str
+
+
+class LeadYielded(Message, frozen=True):
+    shard: int
+    epoch: int
+    version: int
 
 
 class AppliedIds(msgspec.Struct, frozen=True):
@@ -666,6 +748,7 @@ ControlMessage = (
     Join | JoinAccepted | JoinRefused | Members | Leave | Heartbeat | HeartbeatSeen | NodeLost
     | RatesLearned
     | VoteWanted | VoteGiven | NewTerm | Register | Reported | Rejoin | StepDown
+    | DrainBegun | YieldLead | LeadYielded | StatusWanted | StatusReport | DrainWanted | DrainAnswered
     | JobKnown | ShardReport | ReplicaReport
     | PublishWanted | PublishFirst | PublishRefused | JobReady | LeadShard | FollowShard | ReplicaAssigned
     | ShardReady | Promote | Promoted | LeaderChanged | JobFailed
@@ -682,6 +765,7 @@ ControlMessage = (
 # What only the scheduler says. A node takes it from the scheduler it follows and from nobody else.
 ORDERS: Final = (
     JoinAccepted, JoinRefused, Members, HeartbeatSeen, NodeLost, Rejoin, StepDown,
+    DrainBegun, YieldLead,
     PublishFirst, PublishRefused, JobReady, LeadShard, FollowShard, ReplicaAssigned, Promote, LeaderChanged,
     JobFailed, Grant, JudgeUpdate, DropUpdate, OfferAgain, Sequence, GatherGroup, LeaveOut, WithdrawSlot,
     SettleSlot, Replicate, ServePull, PullFailed, ReducePlan, ReducePending, ReduceFailed,

@@ -12,6 +12,8 @@ from mlfabric.messages import (
     AppliedIds,
     AppliedReport,
     ArraySpec,
+    DrainBegun,
+    DrainWanted,
     DropUpdate,
     FollowShard,
     GatherGroup,
@@ -26,6 +28,7 @@ from mlfabric.messages import (
     JoinRefused,
     LeaderChanged,
     LeadShard,
+    LeadYielded,
     Leave,
     LeaveOut,
     LeftOut,
@@ -41,6 +44,7 @@ from mlfabric.messages import (
     PublishRefused,
     PublishWanted,
     PullWanted,
+    RatesLearned,
     ReduceFailed,
     ReducePending,
     ReducePlan,
@@ -54,8 +58,10 @@ from mlfabric.messages import (
     ShardReady,
     SlotLate,
     SlotWithdrawn,
+    StepDown,
     Version,
     WithdrawSlot,
+    YieldLead,
 )
 from mlfabric.roles.actions import Action, SchedulerSettings, Send
 from mlfabric.roles.reductions import PENDING_S
@@ -516,3 +522,54 @@ def test_strangers_are_not_listened_to() -> None:
     fabric = Fabric("w0", "s0").ready()
     for message in (ReduceWanted(0, 10, "float32"), PullWanted("p"), SlotLate(0, 0, 1.0)):
         assert not fabric.tell(message, "nobody")
+
+
+# --- leads that move, hosts that leave ----------------------------------------------------------------------
+
+
+def test_a_lead_moves_to_a_replica_on_a_much_better_link_once_nothing_is_on_its_way() -> None:
+    fabric = Fabric("w0", "s0", "r0").ready(divergence=0.5)
+    fabric.granted("w0#0")
+    assert not sent(YieldLead, fabric.tell(RatesLearned(4e5, 4e5), "s0"))
+    assert not sent(Grant, [*fabric.offer("w0#1"), *fabric.wait(0.1)])  # the rest waits
+    yields = fabric.report("w0#0", version=1, held=1)
+    assert said(YieldLead, yields, "s0").shard == 0
+    promote = said(Promote, fabric.tell(LeadYielded(0, 0, 1), "s0"), "r0")
+    moved = fabric.tell(Promoted(0, promote.epoch, 1, AppliedIds(), 1), "r0")
+    assert notes("lead-moved", moved)
+    assert said(StepDown, moved, "s0").role == "server.0"
+    assert sent(LeaderChanged, moved, "w0")[0].shard.leader == "r0"
+    assert said(FollowShard, moved, "s0")  # who led follows now
+
+
+def test_a_slightly_better_link_is_not_worth_a_move() -> None:
+    fabric = Fabric("w0", "s0", "r0").ready(divergence=0.5)
+    assert not sent(YieldLead, fabric.tell(RatesLearned(6e5, 6e5), "s0"))
+
+
+def test_a_host_nobody_can_stand_in_for_is_not_drained() -> None:
+    fabric = Fabric("w0", "s0").ready(divergence=None)
+    scheduler = fabric.role
+    assert isinstance(scheduler, Scheduler)
+    assert "nobody else can lead shard 0" in scheduler.drain("s0").error
+    assert "no member is called s7" in scheduler.drain("s7").error
+    assert not sent(DrainBegun, fabric.tell(DrainWanted("s0"), "operator"))
+
+
+def test_the_status_shows_members_shards_and_leases() -> None:
+    fabric = Fabric("w0", "s0", "r0").ready(divergence=0.5)
+    fabric.granted("w0#0")
+    fabric.report("w0#0", version=1, held=0)
+    fabric.offer("w0#1", base=1)
+    fabric.tell(DrainWanted("w0"), "operator")
+    scheduler = fabric.role
+    assert isinstance(scheduler, Scheduler)
+    report = scheduler.status(fabric.now)
+    by_name = {member.node: member for member in report.members}
+    assert (by_name["s0"].leads, by_name["s0"].follows) == ((0,), ())
+    assert by_name["w0"].lease_s == 1.0
+    assert by_name["w0"].draining  # its update is not settled yet
+    job = report.jobs[0]
+    assert (job.ready, job.applied, job.waiting, job.shards[0].undurable) == (True, 1, 1, 1)
+    assert job.applied_per_s == 0.1
+    assert scheduler.status(fabric.now, "another").members == ()

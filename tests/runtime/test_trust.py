@@ -59,7 +59,9 @@ def test_the_called_refuses_a_caller_with_another_secret() -> None:
     honest, other = caller(b"s"), called(b"s")
     stranger = caller(b"guess")
     fed(other, honest.begin())
-    sealed = stranger._seal(b"caller", trust.Hello(1, "w0", Purpose.BULK, NONCES[0]), "s0", NONCES[1])
+    sealed = stranger._seal(
+        b"caller", trust.Hello(trust.PROTOCOL, "w0", Purpose.BULK, NONCES[0], ""), "s0", NONCES[1]
+    )
     with pytest.raises(Refused, match="the secrets differ"):
         other.feed(msgspec.msgpack.encode(trust.Proof(sealed)))
     assert not other.done
@@ -135,22 +137,22 @@ def test_a_finished_handshake_takes_no_second_proof() -> None:
 
 
 def test_another_protocol_is_refused_by_name_on_both_sides() -> None:
-    strange = msgspec.msgpack.encode(trust.Hello(99, "w0", Purpose.BULK, NONCES[0]))
-    with pytest.raises(Refused, match="protocol 99 is spoken there, 1 here"):
+    strange = msgspec.msgpack.encode(trust.Hello(99, "w0", Purpose.BULK, NONCES[0], ""))
+    with pytest.raises(Refused, match="protocol 99 is spoken there, 2 here"):
         called().feed(strange)
     one = caller()
     one.begin()
-    with pytest.raises(Refused, match="protocol 99 is spoken there, 1 here"):
+    with pytest.raises(Refused, match="protocol 99 is spoken there, 2 here"):
         one.feed(msgspec.msgpack.encode(trust.Challenge(99, "s0", NONCES[1], b"x" * 32)))
 
 
 def test_nonces_of_the_wrong_length_are_refused_on_both_sides() -> None:
     with pytest.raises(WireError, match="nonce"):
-        called().feed(msgspec.msgpack.encode(trust.Hello(1, "w0", Purpose.BULK, b"short")))
+        called().feed(msgspec.msgpack.encode(trust.Hello(trust.PROTOCOL, "w0", Purpose.BULK, b"short", "")))
     one = caller()
     one.begin()
     with pytest.raises(WireError, match="nonce"):
-        one.feed(msgspec.msgpack.encode(trust.Challenge(1, "s0", b"", b"x" * 32)))
+        one.feed(msgspec.msgpack.encode(trust.Challenge(trust.PROTOCOL, "s0", b"", b"x" * 32)))
 
 
 def test_a_refusal_is_passed_on_in_its_own_words() -> None:
@@ -170,7 +172,7 @@ def test_garbage_ends_in_a_wire_error_or_a_refusal(body: bytes) -> None:
 
 
 def test_a_name_that_is_no_text_is_a_wire_error() -> None:
-    body = msgspec.msgpack.encode(trust.Hello(1, "w0", Purpose.BULK, NONCES[0]))
+    body = msgspec.msgpack.encode(trust.Hello(trust.PROTOCOL, "w0", Purpose.BULK, NONCES[0], ""))
     with pytest.raises(WireError, match="not a handshake of ours"):
         called().feed(body.replace(b"w0", b"\xff\xff"))
 
@@ -181,3 +183,19 @@ def test_every_message_of_a_handshake_fits_its_limit() -> None:
     challenge = fed(other, hello)
     proof = fed(one, challenge)
     assert max(map(len, (hello, challenge, proof, fed(other, proof)))) < MAX_HANDSHAKE_BYTES
+
+
+def test_each_job_has_its_own_secret_and_an_unknown_job_is_refused_like_a_wrong_secret() -> None:
+    secrets = {"a": b"one", "b": b"two"}
+
+    def attempt(job: str, secret: bytes) -> Handshake:
+        one = Handshake("w0", secret, NONCES[0], Purpose.CONTROL, job=job)
+        other = Handshake("s", secrets.get, NONCES[1])
+        one.feed(fed(other, fed(one, fed(other, one.begin()))))
+        return other
+
+    assert attempt("a", b"one").job == "a"
+    assert attempt("b", b"two").done
+    for job, secret in (("a", b"two"), ("c", b"one"), ("c", b"")):
+        with pytest.raises(Refused, match="the secrets differ"):
+            attempt(job, secret)

@@ -124,3 +124,31 @@ def test_rank_0_lost_is_made_good_within_three_seconds(how: tuple[object, ...]) 
 
 def _says(record: LogRecord, what: str) -> bool:
     return isinstance(record.record, Note) and record.record.what == what
+
+
+@pytest.mark.parametrize("divergence", [None, 0.0, 0.5])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_drained_server_hands_its_shards_on_and_nothing_is_lost(
+    divergence: float | None, shards: int
+) -> None:
+    run = LedgerRun(steps=20, shards=shards, divergence=divergence, faults=((0.3, "drain", "s0"),)).run()
+    run.check_everything()
+    assert not run.lost()
+    assert all(run.leader(shard).name != "s0" for shard in range(shards))
+    assert run.nodes["s0"].client.gone.is_set()
+    assert len(run.committed()) == 80
+
+
+def test_a_drained_replica_and_a_drained_aggregator_are_replaced_first() -> None:
+    run = LedgerRun(steps=20, faults=((0.2, "drain", "r0"), (0.3, "drain", "a0"))).run()
+    run.check_everything()
+    assert {run.nodes[name].client.gone.is_set() for name in ("r0", "a0")} == {True}
+    assert not run.notes("bound-suspended")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_ledger_holds_while_hosts_drain_and_others_are_struck(seed: int) -> None:
+    run = random_faults(seed)
+    rng = random.Random(seed)
+    run.faults = (*run.faults, (rng.uniform(0.0, 1.0), "drain", rng.choice(["s0", "r1", "a1"])))
+    run.run().check_everything()

@@ -238,6 +238,12 @@ class FailJob(Action, frozen=True):
     reason: str
 
 
+class RefuseNew(Action, frozen=True):
+    """New calls end with this sentence; what is pending goes on."""
+
+    reason: str
+
+
 class Note(Action, frozen=True):
     """A decision worth telling, with its reason; it changes nothing outside the log."""
 

@@ -10,6 +10,7 @@ import msgspec
 
 from mlfabric.events import (
     DeadlinePassed,
+    DrainRequested,
     Event,
     JoinRequested,
     LeaveRequested,
@@ -20,6 +21,8 @@ from mlfabric.events import (
 from mlfabric.messages import (
     SCHEDULER,
     ControlMessage,
+    DrainBegun,
+    DrainWanted,
     FollowShard,
     Heartbeat,
     HeartbeatSeen,
@@ -44,6 +47,7 @@ from mlfabric.roles.actions import (
     FollowScheduler,
     MemberSettings,
     Note,
+    RefuseNew,
     ReplicaSettings,
     ResolveJoin,
     Send,
@@ -89,6 +93,8 @@ class Member:
                 return self._succession.lost(node, reason, proved, now)
             case DeadlinePassed() if not self._left:
                 return [*self._beat(now), *self._succession.passed(now)]
+            case DrainRequested():
+                return [self._tell(DrainWanted(self._settings.member.node))]
             case LeaveRequested():
                 self._left, self._beat_at = True, None
                 return [self._tell(Leave(self._settings.member.node))]
@@ -107,8 +113,13 @@ class Member:
                 succession.members_changed(message)
             case HeartbeatSeen():
                 return succession.seen(message, now)
+            case NodeLost(node=node) if node == self._settings.member.node:
+                self._left, self._beat_at = True, None
+                return [FailJob(f"{node} has left the fabric: it was drained")]
             case NodeLost(node=node, reason=reason):
                 return succession.lost(node, reason, False, now)
+            case DrainBegun(reason=reason):
+                return [Note("draining", reason, loud=True), RefuseNew(reason)]
             case VoteWanted():
                 return succession.asked(sender, message, now)
             case VoteGiven():
@@ -179,7 +190,7 @@ class Member:
             [self._tell(Heartbeat(now, self._attempt))] if self._succession.speaks_to_scheduler(now) else []
         )
 
-    def _tell(self, message: Join | Heartbeat | Leave | Reported) -> Send:
+    def _tell(self, message: Join | Heartbeat | Leave | Reported | DrainWanted) -> Send:
         return Send(SCHEDULER, "scheduler", message)
 
     def next_deadline(self) -> float | None:

@@ -6,6 +6,7 @@ come late, refuse, or die. It belongs to the scheduler and sees no bytes.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -151,6 +152,7 @@ class OrderBook:
         self._next_group = first_number  # no fewer than there were groups; their names are not used twice
         self._arrivals = 0
         self.plan_at: float | None = None
+        self.recent: deque[tuple[float, int]] = deque(maxlen=1000)  # (when, updates applied), of any shard
         self.counts = {"offers": 0, "granted": 0, "dropped": 0, "dropped_late": 0, "grouped": 0, "again": 0}
 
     # --- offers and outcomes ----------------------------------------------------------------------------
@@ -175,6 +177,7 @@ class OrderBook:
         if report.epoch != book.range.epoch:
             return []
         book.version = max(book.version, report.version)
+        self.recent.append((now, len(report.updates)))
         held = report.replica_version if report.replica_version is not None else report.version
         book.undurable.update(dict.fromkeys(report.updates, report.version))
         book.undurable = {update: at for update, at in book.undurable.items() if at > held}
@@ -686,6 +689,26 @@ class OrderBook:
                 self._finish_part(granted, shard)
         self._withdrawals = {key: w for key, w in self._withdrawals.items() if shard not in w.ask}
         self._leaving = {key: slot for key, slot in self._leaving.items() if key[0] != shard}
+
+    def is_idle(self, shard: int) -> bool:
+        """Whether nothing is on its way to this shard."""
+        return not (
+            any(shard in granted.parts for granted in self._granted.values())
+            or any(gathering.shard == shard for gathering in self._groups.values())
+            or any(index == shard for index, _ in self._leaving)
+        )
+
+    def has_open(self, worker: str) -> bool:
+        """Whether updates of this node, or sums it makes, are without an outcome."""
+        return (
+            any(waiting.worker == worker for waiting in self._waiting.values())
+            or any(granted.worker == worker for granted in self._granted.values())
+            or any(gathering.aggregator == worker for gathering in self._groups.values())
+        )
+
+    def open_counts(self) -> tuple[int, int]:
+        """(updates that wait, updates on their way)."""
+        return len(self._waiting), len(self._granted)
 
     def next_number(self) -> int:
         return self._next_number

@@ -69,6 +69,9 @@ class ReplicaLink:
     def is_level(self, version: int) -> bool:
         return self.filled and self._held >= version and self._under_way is None
 
+    def has_everything(self, version: int) -> bool:
+        return self.is_level(version) and self._state_held >= version
+
     def durable_version(self) -> Version | None:
         if self._node is None:
             return None
@@ -99,7 +102,8 @@ class ReplicaLink:
         self, version: int, applied: AppliedIds, reason: str, rate: float | None, ahead: bool
     ) -> list[Action]:
         """Bring the replica to this version, unless a message is under way or it is there already."""
-        if self._node is None or self._under_way is not None or (self._held >= version and not ahead):
+        there = self._held >= version and (rate is None or self._state_held >= version)
+        if self._node is None or self._under_way is not None or (there and not ahead):
             return []
         self._sent += 1
         self.retry_at = None

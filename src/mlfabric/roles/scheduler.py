@@ -19,6 +19,9 @@ from mlfabric.messages import (
     AppliedReport,
     ArraySpec,
     ControlMessage,
+    DrainAnswered,
+    DrainBegun,
+    DrainWanted,
     FollowShard,
     Heartbeat,
     HeartbeatSeen,
@@ -30,6 +33,7 @@ from mlfabric.messages import (
     JoinRefused,
     LeaderChanged,
     LeadShard,
+    LeadYielded,
     Leave,
     LeftOut,
     MemberInfo,
@@ -60,9 +64,11 @@ from mlfabric.messages import (
     ShardReport,
     SlotLate,
     SlotWithdrawn,
+    StatusReport,
     StepDown,
     UpdateRefused,
     Version,
+    YieldLead,
 )
 from mlfabric.plan.values import Reserved
 from mlfabric.roles.actions import Action, Note, SchedulerSettings, Send
@@ -72,6 +78,7 @@ from mlfabric.roles.orderbook import OrderBook, ShardBook
 from mlfabric.roles.rebuild import JobReports, Rebuilding
 from mlfabric.roles.reductions import Reductions
 from mlfabric.roles.release import MAX_RATE, remainder
+from mlfabric.roles.status import job_status, member_status
 from mlfabric.topology import Host, Network
 
 # A replica is brought up to date in spare time once it has used up this share of its bound.
@@ -80,6 +87,9 @@ SPARE_SHARE = 0.5
 IRREPLACEABLE_S = 10.0
 # How soon a scheduler that hears too few members looks again, and for how long it need not count them.
 LOOK_AGAIN_S = 0.25
+# A lead moves to a replica whose link is so many times better, and not again before so long.
+BETTER_LINK = 2.0
+SETTLED_S = 10.0
 COUNTED_S = 0.05
 
 
@@ -107,6 +117,8 @@ class _Job:
     promoting: dict[int, tuple[str, str]] = field(default_factory=dict)  # shard -> (replica, reason)
     changes: dict[int, LeaderChanged] = field(default_factory=dict)  # the last per shard
     failed: str | None = None
+    moving: dict[int, tuple[str, bool]] = field(default_factory=dict)  # shard -> (why, leader was told)
+    moved_at: dict[int, float] = field(default_factory=dict)  # for the sake of a better link
     alone: bool = False  # too few members are heard to decide anything
     enough: tuple[float, bool] = (-1.0, False)  # until when it is known whether enough are heard
     given_up: dict[str, float] = field(default_factory=dict)  # of late and on suspicion only: until when
@@ -135,6 +147,7 @@ class Scheduler:
         self._serial = settings.serial
         self._lives: dict[tuple[str, str], int] = {}  # (job, name) -> how often it joined
         self._moved: dict[str, NewTerm] = {}  # job -> who schedules it now
+        self._draining: dict[str, str] = {}  # node -> why
         self._doubtful: set[str] = set()  # a connection to them broke; what it carried may be lost
         self._rebuilding = Rebuilding(settings.awaited, settings.wait_s) if settings.term else None
         self._jobs: dict[str, _Job] = {}
@@ -175,7 +188,16 @@ class Scheduler:
                 return self._succeeded(sender, message)
             case RatesLearned():
                 self._learn_rates(sender, message)
-                return []
+                return self._better_links(sender, now)
+            case DrainWanted():
+                answer, actions = self._drain(message)
+                alone = answer.error and sender == message.target
+                # Who wants to leave by itself and can hand nothing on leaves all the same.
+                return (
+                    [Send(sender, "member", NodeLost(sender, LEFT)), *self._lost(sender, LEFT, now)]
+                    if (alone)
+                    else actions
+                )
         job = self._job_of(sender)
         if job is None:
             return []
@@ -212,6 +234,8 @@ class Scheduler:
                 return self._shard_ready(job, message, now)
             case Promoted():
                 return self._promoted(job, sender, message)
+            case LeadYielded():
+                return self._lead_yielded(job, sender, message)
         return []
 
     # --- membership -------------------------------------------------------------------------------------
@@ -410,6 +434,7 @@ class Scheduler:
         del self._labels[node], self._attempts[node]
         self._leases.end(node)
         self._doubtful.discard(node)
+        self._draining.pop(node, None)
         if not any(other.host == member.host for other in self._members.values()):
             self._network = self._network.without_host(member.host)
         return member
@@ -463,7 +488,7 @@ class Scheduler:
         if job.published is None or job.placed or len(members) < job.expected:
             return []
         wanted = job.published
-        leaders = _by_suitability(members, "server")
+        leaders = _by_suitability(self._usable(job), "server")
         if not leaders:
             return []
         job.placed, job.expected = True, 0
@@ -506,10 +531,10 @@ class Scheduler:
 
     def _choose_replica(self, job: _Job, range_: ShardRange) -> str | None:
         assert job.published is not None
-        if job.published.settings.divergence is None:
+        if job.published.settings.divergence is None and range_.leader not in self._draining:
             return None
-        members = self._members_of(job)
-        leader = members[range_.leader]
+        members = self._usable(job)
+        leader = self._members[range_.leader]
         able = [name for name in _by_suitability(members, "replica") if name != range_.leader]
         elsewhere = [name for name in able if members[name].host != leader.host]
         other_rack = [name for name in elsewhere if members[name].rack != leader.rack]
@@ -565,11 +590,13 @@ class Scheduler:
         if not job.ready:
             # Nothing has been trained yet, and the publisher still has the values: begin anew.
             job.placed, job.book = False, None
+            job.moving.clear()
             return [
                 Note("placing-again", f"server {node} lost: {reason}", loud=True),
                 *self._begin_model(job),
             ]
         job.book.leader_lost(index)
+        job.moving.pop(index, None)
         replica = shard.range.replica
         why = f"server {node} lost: {reason}"
         if replica is None or replica not in self._members:
@@ -588,8 +615,11 @@ class Scheduler:
             return []
         if message.version < 0:
             return self._fail(job, f"the replica {sender} of shard {message.shard} had never been filled")
-        self._fail_overs += 1
         shard = job.book.shards[message.shard]
+        before = shard.range.leader
+        moved = before in self._members  # it yielded the lead; else it was lost
+        if not moved:
+            self._fail_overs += 1
         shard.range = msgspec.structs.replace(shard.range, leader=sender, epoch=message.epoch, replica=None)
         shard.version = message.version
         shard.replica_filled = False
@@ -600,13 +630,16 @@ class Scheduler:
         job.pulls.clear()  # workers ask again when they hear of the new leader
         actions: list[Action] = [
             Note(
-                "failed-over",
+                "lead-moved" if moved else "failed-over",
                 f"shard {message.shard} is led by {sender} from version {message.version}, "
                 f"optimizer state {message.version - message.state_version} versions older: {expected[1]}",
                 loud=True,
                 value=float(message.version),
             )
         ]
+        if moved:
+            why = f"shard {message.shard} is led by {sender} now"
+            actions.append(Send(before, "member", StepDown(f"server.{message.shard}", why)))
         if lost:
             actions.append(Note("lost", f"committed, but not in {sender} when it took over", lost, loud=True))
         replica_actions = self._find_replicas(job)
@@ -621,11 +654,144 @@ class Scheduler:
         shard = job.book.shards[index]
         shard.range = msgspec.structs.replace(shard.range, replica=None)
         shard.replica_filled = False
-        if index in job.promoting:
+        job.moving.pop(index, None)
+        if index in job.promoting and shard.range.leader not in self._members:
             return self._fail(job, f"server and replica {node} of shard {index} were both lost")
+        job.promoting.pop(index, None)
         gone = ReplicaAssigned(index, None, f"replica {node} lost: {reason}", orderly=reason == LEFT)
         actions: list[Action] = [Send(shard.range.leader, f"server.{index}", gone), *self._find_replicas(job)]
         return [*actions, *self._check_ready(job, now)]
+
+    # --- leads that move, hosts that leave --------------------------------------------------------------
+
+    def _usable(self, job: _Job) -> dict[str, MemberInfo]:
+        """Members that may be given something new."""
+        return {n: member for n, member in self._members_of(job).items() if n not in self._draining}
+
+    def _move_lead(self, job: _Job, index: int, why: str) -> list[Action]:
+        """Let what is on its way arrive, then have the replica take over: nothing is lost by it."""
+        assert job.book is not None
+        shard = job.book.shards[index]
+        ready = shard.replica_filled and shard.range.replica in self._usable(job)
+        if not ready or index in job.promoting or index in job.moving:
+            return []
+        job.moving[index] = (why, False)
+        note = Note("moving-lead", f"shard {index} from {shard.range.leader} to {shard.range.replica}: {why}")
+        return [note, *self._ask_to_yield(job)]
+
+    def _ask_to_yield(self, job: _Job) -> list[Action]:
+        assert job.book is not None
+        actions: list[Action] = []
+        for index, (why, told) in job.moving.items():
+            if not told and job.book.is_idle(index):
+                job.moving[index] = (why, True)
+                leader = job.book.shards[index].range.leader
+                actions.append(Send(leader, f"server.{index}", YieldLead(index, why)))
+        return actions
+
+    def _lead_yielded(self, job: _Job, sender: str, message: LeadYielded) -> list[Action]:
+        assert job.book is not None
+        range_ = job.book.shards[message.shard].range
+        if message.shard not in job.moving or (sender, message.epoch) != (range_.leader, range_.epoch):
+            return []
+        why, _ = job.moving.pop(message.shard)
+        assert range_.replica is not None
+        job.promoting[message.shard] = (range_.replica, why)
+        promote = Promote(message.shard, range_.epoch + 1, why)
+        return [Send(range_.replica, f"replica.{message.shard}", promote)]
+
+    def _better_links(self, node: str, now: float) -> list[Action]:
+        """After news of a host's rates: a lead moves where its replica is much better linked."""
+        job = self._job_of(node)
+        if job is None or job.book is None or not job.ready:
+            return []
+        actions: list[Action] = []
+        for index, shard in job.book.shards.items():
+            replica = self._members.get(shard.range.replica or "")
+            leader = self._members.get(shard.range.leader)
+            if replica is None or leader is None or now < job.moved_at.get(index, -SETTLED_S) + SETTLED_S:
+                continue
+            here, there = (self._network.hosts[member.host] for member in (leader, replica))
+            rate = min(here.up_bytes_per_s, here.down_bytes_per_s)
+            other = min(there.up_bytes_per_s, there.down_bytes_per_s)
+            if other >= BETTER_LINK * rate:
+                why = f"the link of {there.name} carries {other / rate:.1f} times as much"
+                moves = self._move_lead(job, index, why)
+                if moves:
+                    job.moved_at[index] = now
+                actions += moves
+        return actions
+
+    def drain(self, target: str, only: str | None = None) -> DrainAnswered:
+        """What `DrainWanted` will do, for whoever asks; `only`: members of this job."""
+        return self._drain(DrainWanted(target, only), ask=True)[0]
+
+    def _drain(self, wanted: DrainWanted, ask: bool = False) -> tuple[DrainAnswered, list[Action]]:
+        """Have a node, or all nodes of a host, leave once nothing needs them."""
+        target = wanted.target
+        named = {n: m for n, m in self._members.items() if target in (n, m.host)}
+        nodes = tuple(sorted(n for n, m in named.items() if wanted.job in (None, m.job)))
+        if not nodes:
+            return DrainAnswered((), f"no member is called {target} and none runs on a host of that name"), []
+        for node in nodes:
+            error = self._undrainable(node, nodes)
+            if error:
+                return DrainAnswered((), error), []
+        if ask:
+            return DrainAnswered(nodes), []
+        actions: list[Action] = []
+        for node in nodes:
+            if node not in self._draining:
+                self._draining[node] = f"{node} is being drained"
+                actions.append(Send(node, "member", DrainBegun(self._draining[node])))
+        return DrainAnswered(nodes), actions
+
+    def _undrainable(self, node: str, leaving: tuple[str, ...]) -> str:
+        job = self._job_of(node)
+        if job is None or job.book is None or job.failed is not None:
+            return ""
+        led = [index for index, shard in job.book.shards.items() if shard.range.leader == node]
+        stay = {n: m for n, m in self._usable(job).items() if n not in leaving}
+        if led and not _by_suitability(stay, "replica"):
+            return f"nobody else can lead shard {led[0]} of job {job.name}; add a member that can first"
+        return ""
+
+    def _drain_on(self, job: _Job, now: float) -> list[Action]:
+        """One more step for those who leave: their leads, then what they follow, then they themselves."""
+        actions: list[Action] = []
+        for node in [n for n in self._draining if self._members[n].job == job.name]:
+            steps = self._hand_on(job, node) if job.book is not None and job.ready else []
+            actions += steps
+            if not self._is_needed(job, node):
+                actions += [Send(node, "member", NodeLost(node, LEFT)), *self._lost(node, LEFT, now)]
+        return actions
+
+    def _hand_on(self, job: _Job, node: str) -> list[Action]:
+        assert job.book is not None
+        actions: list[Action] = []
+        for index, shard in job.book.shards.items():
+            range_ = shard.range
+            if range_.replica == node and index not in job.promoting:
+                other = self._choose_replica(job, range_)
+                if other is not None:
+                    shard.range = msgspec.structs.replace(range_, replica=other)
+                    shard.replica_filled = False
+                    actions += self._assign_replica(job, shard.range)
+            elif range_.leader == node and range_.replica is None:
+                actions += self._find_replicas(job)
+            elif range_.leader == node:
+                actions += self._move_lead(job, index, self._draining[node])
+        return actions
+
+    def _is_needed(self, job: _Job, node: str) -> bool:
+        if job.book is None or not job.ready or job.failed is not None:
+            return False
+        ranges = [shard.range for shard in job.book.shards.values()]
+        return job.book.has_open(node) or any(
+            range_.leader == node
+            or (range_.replica == node and self._choose_replica(job, range_) is not None)
+            for range_ in ranges
+        )
 
     # --- after a succession, or where messages may be lost ----------------------------------------------
 
@@ -697,6 +863,7 @@ class Scheduler:
         first = job.book.next_number() if job.book is not None else 0
         job.book = OrderBook(job.name, wanted.settings, wanted.elements, self._settings.term, first)
         job.promoting.clear()
+        job.moving.clear()
         job.pulls.clear()
         actions: list[Action] = []
         for range_ in reports.ready.shards:
@@ -843,7 +1010,13 @@ class Scheduler:
         actions: list[Action] = []
         for job in self._jobs.values():
             book = job.book
-            if book is None or not job.ready or job.promoting or book.plan_at is None or now < book.plan_at:
+            if self._draining:
+                actions += self._drain_on(job, now)
+            if job.moving and book is not None:
+                actions += self._ask_to_yield(job)
+            if book is None or not job.ready or self._is_moving(job):
+                continue
+            if book.plan_at is None or now < book.plan_at:
                 continue
             if not self._hears_enough(job, now):
                 book.plan_at = now + LOOK_AGAIN_S
@@ -860,18 +1033,60 @@ class Scheduler:
                 if each is not job and each.book is not None
                 for reserved in each.book.reserved(now)
             ]
-            actions += book.plan(self._network, others, self._members_of(job), now)
+            actions += book.plan(self._network, others, self._planned_with(job), now)
         return actions
+
+    def _is_moving(self, job: _Job) -> bool:
+        return bool(job.promoting or job.moving)
+
+    def _planned_with(self, job: _Job) -> dict[str, MemberInfo]:
+        """Members as the planner may use them: those who leave sum for nobody."""
+        return {
+            name: msgspec.structs.replace(member, roles=tuple(r for r in member.roles if r != "aggregator"))
+            if name in self._draining
+            else member
+            for name, member in self._members_of(job).items()
+        }
 
     def next_deadline(self) -> float | None:
         if self._rebuilding is not None:
             return self._rebuilding.until
         times = [max(self._leases.until_s(name), self._look_at) for name in self._members]
         for job in self._jobs.values():
-            if job.book is not None and job.book.plan_at is not None and job.ready and not job.promoting:
+            if (
+                job.book is not None
+                and job.book.plan_at is not None
+                and job.ready
+                and not self._is_moving(job)
+            ):
                 times.append(job.book.plan_at)
             times += job.reductions.deadlines()
         return min(times, default=None)
+
+    def status(self, now: float, only: str | None = None) -> StatusReport:
+        """Everything worth showing to whoever asks, of one job or of all."""
+        leases = {record.node: record for record in self._leases.records(now)}
+        return StatusReport(
+            scheduler=self._settings.node,
+            term=self._settings.term,
+            undecided=self._rebuilding is not None or any(job.alone for job in self._jobs.values()),
+            members=tuple(
+                member_status(
+                    member,
+                    leases[name],
+                    self._network,
+                    self._jobs[member.job].book,
+                    self._draining.get(name, ""),
+                )
+                for name, member in sorted(self._members.items())
+                if only in (None, member.job)
+            ),
+            jobs=tuple(
+                job_status(name, self._members_of(job), job.book, job.ready, job.failed, now)
+                for name, job in sorted(self._jobs.items())
+                if only in (None, name)
+            ),
+        )
 
     def statistics(self) -> SchedulerStatistics:
         totals = {"offers": 0, "granted": 0, "dropped": 0, "dropped_late": 0, "grouped": 0, "again": 0}

@@ -31,6 +31,7 @@ from mlfabric.messages import (
     DurableWanted,
     InitialPart,
     JudgeUpdate,
+    LeadYielded,
     LeftOut,
     MemberUpdate,
     NotApplied,
@@ -51,6 +52,7 @@ from mlfabric.messages import (
     UpdateRefused,
     Version,
     WithdrawSlot,
+    YieldLead,
     count_at,
 )
 from mlfabric.roles.actions import (
@@ -68,6 +70,7 @@ from mlfabric.roles.actions import (
     ServerSettings,
 )
 from mlfabric.roles.applied import AppliedSet
+from mlfabric.roles.release import MAX_RATE
 from mlfabric.roles.replication import ReplicaLink
 from mlfabric.roles.serving import Serving
 
@@ -140,6 +143,7 @@ class Server:
         self._within_bound = True
         self._term = 0
         self._lease_until: float | None = None  # none: it has never been limited
+        self._yielding = False  # the lead moves to the replica once that holds everything
         self._fenced = False  # a step waits because nobody says that we still lead
 
     def begin(self) -> list[Action]:
@@ -195,7 +199,11 @@ class Server:
             case Replicate(rate_bytes_per_s=rate, reason=reason):
                 return self._replicate(reason, now, rate=rate)
             case ReplicaAssigned():
+                self._yielding = False
                 return self._replica_assigned(message, now)
+            case YieldLead():
+                self._yielding = True
+                return self._yield_lead(now)
         return []
 
     def _tell(self, message: ControlMessage) -> Send:
@@ -608,6 +616,8 @@ class Server:
         actions, ahead = self._link.acknowledged(sender, message)
         if first and self._link.filled:
             actions.append(self._tell(ShardReady(self._shard, self._epoch, replica_filled=True)))
+        if self._yielding and self._staged is None:
+            return [*actions, *self._yield_lead(now)]
         if ahead:
             staged = self._staged
             assert staged is not None
@@ -633,6 +643,12 @@ class Server:
         if answer:
             return answer
         return self._replicate("a worker waits for durability", now)
+
+    def _yield_lead(self, now: float) -> list[Action]:
+        """The scheduler lets nothing come in meanwhile, so level means level for good."""
+        if self._staged is None and self._link.has_everything(self._version):
+            return [self._tell(LeadYielded(self._shard, self._epoch, self._version))]
+        return self._replicate("the lead moves to the replica", now, rate=MAX_RATE)
 
     # --- time and state ---------------------------------------------------------------------------------
 

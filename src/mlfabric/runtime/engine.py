@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from mlfabric.client import Client
@@ -25,19 +25,26 @@ from mlfabric.config import format_address, is_loopback, parse_address
 from mlfabric.data import DataPlane
 from mlfabric.errors import ConnectError, FabricError
 from mlfabric.eventlog import LogSink
-from mlfabric.events import Event
+from mlfabric.events import Event, MessageReceived
 from mlfabric.messages import (
     LEFT,
     ControlMessage,
+    DrainAnswered,
+    DrainWanted,
     HeartbeatSeen,
     Join,
+    MemberInfo,
     Members,
     NodeLost,
+    Register,
+    StatusReport,
+    StatusWanted,
     TransferHeader,
 )
 from mlfabric.node import Node
 from mlfabric.numerics import Vector
 from mlfabric.roles.actions import Action, FailJob, Note
+from mlfabric.roles.scheduler import Scheduler
 from mlfabric.runtime.connection import Connection, Receiving, Sending
 from mlfabric.runtime.pacing import prepare_socket
 from mlfabric.runtime.trust import NONCE_BYTES, Handshake, Purpose, Refused, encode_refusal
@@ -81,17 +88,21 @@ class Engine:
         listen: tuple[str, int],
         secret: bytes = b"",
         insecure: bool = False,
+        job_secrets: Mapping[str, bytes] | None = None,
     ) -> None:
-        if not secret and not insecure and not is_loopback(listen[0]):
+        if not secret and not job_secrets and not insecure and not is_loopback(listen[0]):
             raise FabricError(
                 f"refusing to listen on {format_address(*listen)} without a secret: set MLFABRIC_SECRET "
                 "on all members, or say insecure=True where the network is trusted"
             )
         self.name = name
+        self.job = ""  # named when a connection is opened: its secret is meant
         self.traffic = Traffic()
         self.node = Node(name, self, data, log)
         self.client = Client(self.node, self._post)
         self._secret = secret
+        self._job_secrets = job_secrets  # of a scheduler that serves several jobs; None: one secret for all
+        self._job_names: dict[str, str] = {}  # node -> the job whose secret it has shown
         self._anchor = time.time() - time.monotonic()
         self._offsets: deque[tuple[float, float]] = deque(maxlen=OFFSET_SAMPLES)  # (round trip, offset)
         self._addresses: dict[str, tuple[str, int]] = {}
@@ -244,10 +255,13 @@ class Engine:
             sock.close()
             return
         handshake = Handshake(
-            self.name, self._secret, secrets.token_bytes(NONCE_BYTES), scheduler=self._scheduler_at()
+            self.name, self._secret_of, secrets.token_bytes(NONCE_BYTES), scheduler=self._scheduler_at()
         )
         prepare_socket(sock, bulk=False)
         self._add(Connection(sock, handshake, "", False, time.monotonic() + HANDSHAKE_S))
+
+    def _secret_of(self, job: str) -> bytes | None:
+        return self._secret if self._job_secrets is None else self._job_secrets.get(job)
 
     def _scheduler_at(self) -> tuple[str, str]:
         """(name, address) of whoever schedules, for those who come to ask; an empty address means us."""
@@ -279,7 +293,11 @@ class Engine:
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM)
         prepare_socket(sock, bulk=purpose is Purpose.BULK)
-        handshake = Handshake(self.name, self._secret, secrets.token_bytes(NONCE_BYTES), purpose)
+        job = self._job_names.get(node, "")
+        secret = self._secret_of(job) or self._secret
+        handshake = Handshake(
+            self.name, secret, secrets.token_bytes(NONCE_BYTES), purpose, job=job or self.job
+        )
         connection = Connection(sock, handshake, node, True, time.monotonic() + CONNECT_S)
         result = sock.connect_ex(address)
         if result not in (0, 115):  # EINPROGRESS
@@ -339,7 +357,7 @@ class Engine:
         if connection not in self._connections:
             return
         known = connection.ready or connection.outbound
-        passing = connection.purpose is Purpose.PROBE
+        passing = connection.purpose in (Purpose.PROBE, Purpose.QUERY)
         self._drop(connection)
         peer = connection.peer
         if not known or passing or not peer:
@@ -381,10 +399,13 @@ class Engine:
             self._on_handshake(connection, frame.body)
         elif not connection.ready:
             raise WireError("it spoke before proving itself")
+        elif connection.purpose is Purpose.QUERY:
+            self._on_query(connection, frame)
         elif frame.kind is Kind.CONTROL:
             envelope = decode_message(frame.body)
             message = envelope.message
-            if isinstance(message, Join):
+            if isinstance(message, Join | Register):
+                self._check_job(connection, message.member)
                 self.know(message.member.node, parse_address(message.member.address))
             self.node.message(connection.peer, envelope.role, message, envelope.cause)
         elif frame.kind is Kind.OPEN:
@@ -403,6 +424,8 @@ class Engine:
         answer = handshake.feed(body)
         if handshake.purpose is Purpose.PROBE and not connection.outbound and self._taken(handshake.peer):
             raise Refused(f"the name {handshake.peer} is taken by a living member; choose another")
+        if self._job_names.get(handshake.peer, handshake.job) != handshake.job:
+            raise Refused(f"the name {handshake.peer} is taken by a member of another job; choose another")
         if answer is not None:
             connection.queue_frame(encode_frame(Kind.HANDSHAKE, answer), during_handshake=True)
         if handshake.done:
@@ -410,6 +433,34 @@ class Engine:
             connection.reader.limit_bytes = MAX_CONTROL_BYTES
             connection.become_ready()
         self._watch(connection)
+
+    def _on_query(self, connection: Connection, frame: Frame) -> None:
+        """Somebody asks; the answer goes back the same way."""
+        scheduler = self.node.roles.get("scheduler")
+        message = decode_message(frame.body).message if frame.kind is Kind.CONTROL else None
+        only = connection.handshake.job if self._job_secrets is not None else None
+        answer: StatusReport | DrainAnswered
+        if not isinstance(scheduler, Scheduler):
+            raise WireError("a question to a member that does not schedule")
+        if isinstance(message, StatusWanted):
+            answer = scheduler.status(self.now(), only)
+        elif isinstance(message, DrainWanted):
+            answer = scheduler.drain(message.target, only)
+            if not answer.error:
+                wanted = DrainWanted(message.target, only)
+                self.node.post("scheduler", MessageReceived(connection.peer, wanted))
+        else:
+            raise WireError("no question of ours")
+        connection.queue_frame(encode_message("", answer))
+        self._watch(connection)
+
+    def _check_job(self, connection: Connection, member: MemberInfo) -> None:
+        """A secret opens the job it belongs to and no other; nor does a name of another job."""
+        if self._job_secrets is None:
+            return
+        if member.job != connection.handshake.job or member.node != connection.peer:
+            raise WireError(f"{connection.peer} of job {connection.handshake.job} speaks for {member.node}")
+        self._job_names[member.node] = member.job
 
     def _taken(self, name: str) -> bool:
         return name == self.name or any(

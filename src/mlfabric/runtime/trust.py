@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Callable
 from enum import StrEnum
 
 import msgspec
 
 from mlfabric.wire import NOT_DECODABLE, WireError
 
-PROTOCOL = 1
+PROTOCOL = 2
 NONCE_BYTES = 32
 
 
@@ -23,6 +24,7 @@ class Purpose(StrEnum):
     CONTROL = "control"
     BULK = "bulk"
     PROBE = "probe"  # asks who is there, then goes
+    QUERY = "query"  # asks something and is answered on the same connection
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -30,6 +32,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     node: str
     purpose: Purpose
     nonce: bytes
+    job: str  # whose secret is meant
 
 
 class Challenge(msgspec.Struct, frozen=True, tag=True):
@@ -57,6 +60,10 @@ _decoder = msgspec.msgpack.Decoder(HandshakeMessage)
 _encoder = msgspec.msgpack.Encoder()
 
 
+# The secret of a job; None: there is no such job here.
+Secrets = Callable[[str], bytes | None]
+
+
 class Refused(Exception):  # noqa: N818 - an answer, not a fault
     """The other side, or we, ended the handshake; the reason is a sentence."""
 
@@ -67,13 +74,15 @@ class Handshake:
     def __init__(
         self,
         node: str,
-        secret: bytes,
+        secret: bytes | Secrets,
         nonce: bytes,
         purpose: Purpose | None = None,
         scheduler: tuple[str, str] = ("", ""),
+        job: str = "",
     ) -> None:
         self._node = node
         self._secret = secret
+        self.job = job
         self._nonce = nonce
         self._purpose = purpose  # None: we were called
         self._scheduler = scheduler
@@ -87,7 +96,7 @@ class Handshake:
     def begin(self) -> bytes:
         """The caller's first words."""
         assert self._purpose is not None
-        self._hello = Hello(PROTOCOL, self._node, self._purpose, self._nonce)
+        self._hello = Hello(PROTOCOL, self._node, self._purpose, self._nonce, self.job)
         return _encoder.encode(self._hello)
 
     def feed(self, body: bytes) -> bytes | None:
@@ -116,7 +125,7 @@ class Handshake:
             raise Refused(f"protocol {hello.protocol} is spoken there, {PROTOCOL} here; use one version")
         if len(hello.nonce) != NONCE_BYTES:
             raise WireError("a nonce of the wrong length")
-        self._hello, self.peer, self.purpose = hello, hello.node, hello.purpose
+        self._hello, self.peer, self.purpose, self.job = hello, hello.node, hello.purpose, hello.job
         proof = self._seal(b"called", hello, self._node, self._nonce)
         self._challenge = Challenge(PROTOCOL, self._node, self._nonce, proof)
         return _encoder.encode(self._challenge)
@@ -142,9 +151,17 @@ class Handshake:
         return _encoder.encode(Welcome(*self._scheduler))
 
     def _seal(self, side: bytes, hello: Hello, called: str, nonce: bytes) -> bytes:
-        parts = (side, hello.node.encode(), hello.purpose.value.encode(), hello.nonce, called.encode(), nonce)
-        text = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
-        return hmac.digest(self._secret, text, hashlib.sha256)
+        said = (hello.node.encode(), hello.job.encode(), hello.purpose.value.encode(), hello.nonce)
+        text = b"".join(len(part).to_bytes(4, "big") + part for part in (side, *said, called.encode(), nonce))
+        return hmac.digest(self._key(), text, hashlib.sha256)
+
+    def _key(self) -> bytes:
+        if isinstance(self._secret, bytes):
+            return self._secret
+        # Whoever names a job that is not here learns no more than who has the wrong secret: our own nonce,
+        # which nobody can have guessed, stands in.
+        known = self._secret(self.job)
+        return self._nonce + b"no such job" if known is None else known
 
 
 def encode_refusal(reason: str) -> bytes:

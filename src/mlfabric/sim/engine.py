@@ -161,6 +161,10 @@ class Simulation:
         self.nodes[name].alive = False
         self._break_transfers(name, None)
 
+    def drain(self, name: str) -> None:
+        """The node asks to leave once nothing needs it."""
+        self.nodes[name].client.drain()
+
     def pause(self, name: str, seconds: float) -> None:
         """The process is stopped and goes on later; what is sent to it meanwhile waits."""
         node = self.nodes[name]
