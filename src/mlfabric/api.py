@@ -25,6 +25,7 @@ from mlfabric.numerics import Rule, Vector, make_rule
 from mlfabric.roles.actions import MemberSettings, SchedulerSettings
 from mlfabric.runtime.engine import Engine, Traffic
 from mlfabric.runtime.probe import find_scheduler
+from mlfabric.runtime.tls import Tls
 
 ALL_ROLES = MEMBER_ROLES
 # How long calls wait where the caller does not say.
@@ -283,12 +284,14 @@ def join(
     host: str | None = None,
     log: str | Path | None = None,
     insecure: bool | None = None,
+    tls: str | Path | None = None,
     timeout: float = 10.0,
 ) -> Fabric:
     """Become a member. `address` is the scheduler's; under torchrun none is needed and rank 0 embeds it.
 
     `up` and `down` are the rates of this host's link ("200mbit"); `roles` what this member may be used for;
-    `scheduler=True` embeds the scheduler here and listens at `address`.
+    `scheduler=True` embeds the scheduler here and listens at `address`; `tls` is a folder made by
+    `mlfabric certs`.
     """
     settings = from_environment(
         address,
@@ -302,6 +305,7 @@ def join(
         log=log,
         insecure=insecure,
         host=host,
+        tls=tls,
     )
     return join_with(settings, roles, timeout)
 
@@ -313,13 +317,14 @@ def join_with(settings: Settings, roles: tuple[str, ...], timeout: float = 10.0)
             raise FabricError(f"unknown role {role!r}; roles are {', '.join(ALL_ROLES)}")
     log: LogSink = FileLog(settings.log) if settings.log is not None else NoLog()
     data = ArrayData(mirror=settings.mirror)
+    tls = Tls(settings.tls) if settings.tls is not None else None
     if settings.embed_scheduler:
         listen, leader = settings.scheduler, settings.name
     else:
-        found = find_scheduler(settings.scheduler, settings.name, settings.secret, timeout, settings.job)
+        found = find_scheduler(settings.scheduler, settings.name, settings.secret, timeout, settings.job, tls)
         # The address by which the scheduler is reached is the one by which it reaches us.
         listen, leader = settings.listen or (found.ours, 0), found.scheduler
-    engine = Engine(settings.name, data, log, listen, settings.secret, settings.insecure)
+    engine = Engine(settings.name, data, log, listen, settings.secret, settings.insecure, tls=tls)
     engine.job = settings.job
     if settings.embed_scheduler:
         engine.node.start_role("scheduler", SchedulerSettings(settings.name))

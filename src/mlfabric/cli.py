@@ -19,6 +19,7 @@ from mlfabric.errors import FabricError
 # Where each command or group of commands lives: module and the name of its typer application.
 COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("mlfabric.bench.cli", "app"),
+    "certs": ("mlfabric.commands.certs", "app"),
     "demo": ("mlfabric.commands.demo", "app"),
     "drain": ("mlfabric.commands.operate", "drain_app"),
     "lab": ("mlfabric.lab.cli", "app"),

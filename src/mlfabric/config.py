@@ -37,6 +37,7 @@ class Settings:
     log: Path | None
     insecure: bool
     rack: str | None = None
+    tls: Path | None = None  # a folder with this host's certificate
     listen: tuple[str, int] | None = None  # where this member listens; None: found by the route
     mirror: Path | None = None  # a folder where the weights this member leads can be read, even after a kill
 
@@ -55,6 +56,7 @@ def from_environment(
     insecure: bool | None = None,
     host: str | None = None,
     listen: str | None = None,
+    tls: str | Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Settings:
     """Arguments first, then MLFABRIC_ variables, then torchrun's, then defaults."""
@@ -85,6 +87,7 @@ def from_environment(
         down_bytes_per_s=into,
         log=Path(written) if written else None,
         listen=_listen(listen or env.get("MLFABRIC_LISTEN")),
+        tls=Path(tls or env["MLFABRIC_TLS"]) if tls or env.get("MLFABRIC_TLS") else None,
         insecure=insecure if insecure is not None else env.get("MLFABRIC_INSECURE") == "1",
     )
 

@@ -16,6 +16,7 @@ from mlfabric.data import ArrayData
 from mlfabric.eventlog import FileLog, NoLog
 from mlfabric.roles.actions import SchedulerSettings
 from mlfabric.runtime.engine import Engine
+from mlfabric.runtime.tls import Tls
 
 scheduler_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 node_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -53,6 +54,7 @@ def scheduler(
         settings.secret,
         settings.insecure,
         read_secrets(secrets) if secrets is not None else None,
+        Tls(settings.tls) if settings.tls is not None else None,
     )
     engine.node.start_role("scheduler", SchedulerSettings(name))
     engine.start()

@@ -13,6 +13,7 @@ from mlfabric.config import Settings, from_environment
 from mlfabric.errors import ConnectError, FabricError
 from mlfabric.messages import DrainAnswered, DrainWanted, StatusReport, StatusWanted
 from mlfabric.runtime.probe import ask_scheduler
+from mlfabric.runtime.tls import Tls
 from mlfabric.units import format_rate
 
 status_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -80,7 +81,8 @@ def _settings(at: str | None, job: str | None) -> Settings:
 
 
 def _ask(settings: Settings, question: StatusWanted | DrainWanted, wait_s: float) -> object:
-    return ask_scheduler(settings.scheduler, settings.secret, question, wait_s, settings.job)
+    tls = Tls(settings.tls) if settings.tls is not None else None
+    return ask_scheduler(settings.scheduler, settings.secret, question, wait_s, settings.job, tls)
 
 
 def _status(settings: Settings, wait_s: float) -> StatusReport:

@@ -47,6 +47,7 @@ from mlfabric.roles.actions import Action, FailJob, Note
 from mlfabric.roles.scheduler import Scheduler
 from mlfabric.runtime.connection import Connection, Receiving, Sending
 from mlfabric.runtime.pacing import prepare_socket
+from mlfabric.runtime.tls import AnySocket, Tls
 from mlfabric.runtime.trust import NONCE_BYTES, Handshake, Purpose, Refused, encode_refusal
 from mlfabric.wire import (
     MAX_CONTROL_BYTES,
@@ -67,6 +68,8 @@ CONNECT_S = 5.0
 # What a host answers where no process listens any more.
 REFUSED = os.strerror(errno.ECONNREFUSED).lower()
 LEAVE_S = 0.5  # after one connection of a peer has ended, the others may carry what was under way
+QUIET_S = 60.0  # for how long the same complaint about a host is not repeated
+MAX_COMPLAINTS = 1000
 MAX_STRANGERS = 64  # connections that have not proved themselves yet
 OFFSET_SAMPLES = 16
 
@@ -89,6 +92,7 @@ class Engine:
         secret: bytes = b"",
         insecure: bool = False,
         job_secrets: Mapping[str, bytes] | None = None,
+        tls: Tls | None = None,
     ) -> None:
         if not secret and not job_secrets and not insecure and not is_loopback(listen[0]):
             raise FabricError(
@@ -101,6 +105,8 @@ class Engine:
         self.node = Node(name, self, data, log)
         self.client = Client(self.node, self._post)
         self._secret = secret
+        self._tls = tls
+        self._complained: dict[tuple[str, str], float] = {}  # (host, kind) -> until when it is not repeated
         self._job_secrets = job_secrets  # of a scheduler that serves several jobs; None: one secret for all
         self._job_names: dict[str, str] = {}  # node -> the job whose secret it has shown
         self._anchor = time.time() - time.monotonic()
@@ -224,6 +230,9 @@ class Engine:
         now = time.monotonic()
         late = [c for c in self._connections if c.deadline_s is not None and now >= c.deadline_s]
         for connection in late:
+            if not connection.outbound:
+                said = f"closed a connection from {_origin(connection)}: it did not prove itself in time"
+                self._complain(_host(connection.sock), "late", said)
             self._lose(connection, "no handshake in time" if connection.connected else "no answer")
         for peer, (until, reason) in list(self._leaving.items()):
             if now >= until:
@@ -251,14 +260,15 @@ class Engine:
             return
         strangers = sum(1 for c in self._connections if not c.ready and not c.outbound)
         if strangers >= MAX_STRANGERS:
-            logger.warning("closed a connection: %d others have not proved themselves yet", strangers)
+            self._complain(_host(sock), "too many", "closed a connection: too many prove themselves just now")
             sock.close()
             return
         handshake = Handshake(
             self.name, self._secret_of, secrets.token_bytes(NONCE_BYTES), scheduler=self._scheduler_at()
         )
         prepare_socket(sock, bulk=False)
-        self._add(Connection(sock, handshake, "", False, time.monotonic() + HANDSHAKE_S))
+        secured = self._tls.wrap(sock, called=True) if self._tls is not None else sock
+        self._add(Connection(secured, handshake, "", False, time.monotonic() + HANDSHAKE_S))
 
     def _secret_of(self, job: str) -> bytes | None:
         return self._secret if self._job_secrets is None else self._job_secrets.get(job)
@@ -316,8 +326,15 @@ class Engine:
                 self._lose(connection, os.strerror(error).lower())
                 return
             connection.connected = True
+            if self._tls is not None:
+                self._selector.unregister(connection.sock)
+                connection.sock = self._tls.wrap(connection.sock, called=False)
+                self._selector.register(connection.sock, selectors.EVENT_READ, connection)
         try:
             finished = connection.pump()
+        except Refused as refusal:
+            self._refuse(connection, str(refusal))
+            return
         except OSError as error:
             self._lose(connection, (error.strerror or str(error)).lower())
             return
@@ -337,18 +354,39 @@ class Engine:
                 self._on_frame(connection, frame)
                 if connection not in self._connections:
                     return
+            if self._tls is not None:
+                self._read_on(connection)
         except Refused as refusal:
             self._refuse(connection, str(refusal))
         except WireError as error:
-            logger.warning("closed a connection from %s: %s", _origin(connection), error)
+            said = f"closed a connection from {_origin(connection)}: {error}"
+            self._complain(_host(connection.sock), "garbage", said)
             self._lose(connection, f"it sent something else: {error}")
         except OSError as error:
             self._lose(connection, (error.strerror or str(error)).lower())
 
+    def _complain(self, host: str, kind: str, sentence: str) -> None:
+        """Say it once per host and kind and minute: strangers must not fill the log."""
+        now = time.monotonic()
+        if now < self._complained.get((host, kind), 0.0):
+            return
+        if len(self._complained) >= MAX_COMPLAINTS:
+            self._complained.clear()
+        self._complained[host, kind] = now + QUIET_S
+        logger.warning("%s", sentence)
+
+    def _read_on(self, connection: Connection) -> None:
+        """What TLS has decrypted already wakes nobody up; and what waited for a read may be written now."""
+        if connection in self._connections:
+            self._watch(connection)
+            if connection.connected and connection.sock.pending():
+                self.call(lambda: self._read(connection) if connection in self._connections else None)
+
     def _refuse(self, connection: Connection, reason: str) -> None:
-        logger.warning("handshake with %s failed: %s", _origin(connection), reason)
+        said = f"handshake with {_origin(connection)} failed: {reason}"
+        self._complain(_host(connection.sock), reason, said)
         if not connection.outbound:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, Refused):
                 connection.sock.send(encode_frame(Kind.HANDSHAKE, encode_refusal(reason)))
         self._lose(connection, reason)
 
@@ -551,6 +589,13 @@ class Engine:
             logger.warning("%s: %s", action.what, action.reason)
         else:
             self.client.resolve(action)
+
+
+def _host(sock: AnySocket) -> str:
+    try:
+        return str(sock.getpeername()[0])
+    except OSError:
+        return "a stranger"
 
 
 def _origin(connection: Connection) -> str:

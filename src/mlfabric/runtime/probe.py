@@ -10,6 +10,7 @@ from typing import NamedTuple
 from mlfabric.config import format_address, parse_address
 from mlfabric.errors import ConnectError
 from mlfabric.messages import ControlMessage, DrainWanted, StatusWanted
+from mlfabric.runtime.tls import Tls
 from mlfabric.runtime.trust import NONCE_BYTES, Handshake, Purpose, Refused
 from mlfabric.wire import (
     MAX_CONTROL_BYTES,
@@ -34,7 +35,12 @@ class Found(NamedTuple):
 
 
 def find_scheduler(
-    address: tuple[str, int], name: str, secret: bytes, timeout_s: float, job: str = ""
+    address: tuple[str, int],
+    name: str,
+    secret: bytes,
+    timeout_s: float,
+    job: str = "",
+    tls: Tls | None = None,
 ) -> Found:
     """Ask at an address, and wait for somebody to come up there; any member knows who schedules."""
     where = format_address(*address)
@@ -42,11 +48,13 @@ def find_scheduler(
     while True:
         left = until - time.monotonic()
         try:
-            with socket.create_connection(address, timeout=max(min(left, 5.0), 0.05)) as sock:
-                sock.settimeout(max(min(left, 5.0), 0.05))
-                scheduler, elsewhere = _ask(sock, where, _hello(name, secret, Purpose.PROBE, job))
+            with socket.create_connection(address, timeout=max(min(left, 5.0), 0.05)) as plain:
+                plain.settimeout(max(min(left, 5.0), 0.05))
+                ours = plain.getsockname()[0]
+                with _secured(plain, where, tls) as sock:
+                    scheduler, elsewhere = _ask(sock, where, _hello(name, secret, Purpose.PROBE, job))
                 if not elsewhere:
-                    return Found(scheduler, address, sock.getsockname()[0])
+                    return Found(scheduler, address, ours)
             address, where = parse_address(elsewhere), elsewhere
             if time.monotonic() + RETRY_S >= until:
                 raise ConnectError(f"{scheduler} at {where} is said to schedule, but did not answer in time")
@@ -74,13 +82,17 @@ def ask_scheduler(
     question: StatusWanted | DrainWanted,
     timeout_s: float,
     job: str = "",
+    tls: Tls | None = None,
 ) -> ControlMessage:
     """The scheduler's answer; `address` is any member's."""
     name = f"operator-{secrets.token_hex(4)}"
-    found = find_scheduler(address, name, secret, timeout_s, job)
+    found = find_scheduler(address, name, secret, timeout_s, job, tls)
     where = format_address(*found.address)
     try:
-        with socket.create_connection(found.address, timeout=timeout_s) as sock:
+        with (
+            socket.create_connection(found.address, timeout=timeout_s) as plain,
+            _secured(plain, where, tls) as sock,
+        ):
             _shake_hands(sock, where, _hello(name, secret, Purpose.QUERY, job))
             sock.sendall(encode_message("scheduler", question))
             return decode_message(_next_frame(sock, MAX_CONTROL_BYTES).body).message
@@ -89,6 +101,15 @@ def ask_scheduler(
         raise ConnectError(f"the scheduler at {where} was asked in vain: {why.lower()}") from None
     except WireError as error:
         raise ConnectError(f"the scheduler at {where} answered something else: {error}") from None
+
+
+def _secured(sock: socket.socket, where: str, tls: Tls | None) -> socket.socket:
+    if tls is None:
+        return sock
+    try:
+        return tls.wrap_blocking(sock)
+    except Refused as refusal:
+        raise ConnectError(f"what listens at {where} was refused: {refusal}") from None
 
 
 def _next_frame(sock: socket.socket, limit_bytes: int) -> Frame:
