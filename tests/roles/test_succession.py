@@ -296,3 +296,14 @@ def test_messages_that_may_be_lost_are_gathered_again() -> None:
     assert {action.node for action in of(Send, actions) if isinstance(action.message, Rejoin)} == {
         "w0", "w1", "s0", "r0",
     }  # fmt: skip
+
+
+def test_a_scheduler_that_waits_in_vain_for_most_members_answers_nobody() -> None:
+    fed = Successor()
+    fed.reports("w0", JobKnown(READY))
+    assert sent(HeartbeatSeen, fed.tell(Heartbeat(0.0, 1), "w0"))
+    fed.wait(1.1)
+    assert not sent(HeartbeatSeen, fed.tell(Heartbeat(1.1, 1), "w0"))  # so w0 looks for another
+    for name in ("w1", "s0"):
+        fed.reports(name, JobKnown(READY))
+    assert notes("rebuilt", fed.wait(1.1))

@@ -109,6 +109,7 @@ class Rebuilding:
         self.jobs: dict[str, JobReports] = {}
         self.later: list[Event] = []
         self._wait_s = wait_s
+        self._overdue = False
         self.until: float | None = None
 
     def begin(self, now: float) -> None:
@@ -121,10 +122,17 @@ class Rebuilding:
             return True
         if self.until is None or now < self.until:
             return False
-        if 2 * len(self.awaited) <= self._asked:
+        if self._enough():
             return True
-        self.until = now + self._wait_s
+        self.until, self._overdue = now + self._wait_s, True
         return False
+
+    def _enough(self) -> bool:
+        return 2 * len(self.awaited) <= self._asked
+
+    def answers(self) -> bool:
+        """Whether members may count on this scheduler: not where most have been waited for in vain."""
+        return not self._overdue or self._enough()
 
     def reports(self, job: str) -> JobReports:
         return self.jobs.setdefault(job, JobReports())

@@ -818,9 +818,10 @@ class Scheduler:
                 job = self._admit(register.member, register.label, register.expected, now, register.attempt)
                 rebuilding.reports(job.name).forget(name)
             case MessageReceived(sender=sender, message=Heartbeat(sent_s=sent)) if sender in self._members:
-                lease = self._leases.length_s(sender)
-                seen = HeartbeatSeen(sent, now, self._settings.term, lease)
-                actions.append(Send(sender, "member", seen))
+                if rebuilding.answers():
+                    lease = self._leases.length_s(sender)
+                    seen = HeartbeatSeen(sent, now, self._settings.term, lease)
+                    actions.append(Send(sender, "member", seen))
             case MessageReceived(message=Heartbeat()):
                 pass  # it has not heard of us, or its report is on its way
             case MessageReceived(sender=sender, message=JobKnown() | ShardReport() | ReplicaReport() as told):
