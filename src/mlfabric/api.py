@@ -27,6 +27,7 @@ from mlfabric.roles.actions import MemberSettings, SchedulerSettings
 from mlfabric.rules import Rule, make_rule
 from mlfabric.runtime.engine import Engine, Traffic
 from mlfabric.runtime.probe import find_scheduler
+from mlfabric.runtime.tls import Tls
 
 ALL_ROLES = MEMBER_ROLES
 # How long calls wait where the caller does not say.
@@ -232,6 +233,18 @@ class Fabric:
         if isinstance(self._log, FileLog):
             self._log.close()
 
+    @property
+    def gone(self) -> bool:
+        """Whether this member is one no more: it left, was drained, or its job failed."""
+        return self._client.gone.is_set()
+
+    def drain(self, timeout: float = PATIENCE_S) -> None:
+        """Hand on what this member leads and wait until nothing needs it; `close` afterwards."""
+        if self._closed or self.gone:
+            return
+        self._client.drain()
+        self._client.gone.wait(timeout)
+
     def _check_open(self) -> None:
         if self._closed:
             raise FabricError(f"{self.name} has left the fabric; join again")
@@ -318,12 +331,14 @@ def join(
     host: str | None = None,
     log: str | Path | None = None,
     insecure: bool | None = None,
+    tls: str | Path | None = None,
     timeout: float = 10.0,
 ) -> Fabric:
     """Become a member. `address` is the scheduler's; under torchrun none is needed and rank 0 embeds it.
 
     `up` and `down` are the rates of this host's link ("200mbit"); `roles` what this member may be used for;
-    `scheduler=True` embeds the scheduler here and listens at `address`.
+    `scheduler=True` embeds the scheduler here and listens at `address`; `tls` is a folder made by
+    `mlfabric certs`.
     """
     settings = from_environment(
         address,
@@ -337,6 +352,7 @@ def join(
         log=log,
         insecure=insecure,
         host=host,
+        tls=tls,
     )
     return join_with(settings, roles, timeout)
 
@@ -348,17 +364,19 @@ def join_with(settings: Settings, roles: tuple[str, ...], timeout: float = 10.0)
             raise FabricError(f"unknown role {role!r}; roles are {', '.join(ALL_ROLES)}")
     log: LogSink = FileLog(settings.log) if settings.log is not None else NoLog()
     data = ArrayData(mirror=settings.mirror)
+    tls = Tls(settings.tls) if settings.tls is not None else None
     if settings.embed_scheduler:
         listen, leader = settings.scheduler, settings.name
     else:
-        leader, ours = find_scheduler(settings.scheduler, settings.name, settings.secret, timeout)
-        listen = (ours, 0)
-    engine = Engine(settings.name, data, log, listen, settings.secret, settings.insecure)
+        found = find_scheduler(settings.scheduler, settings.name, settings.secret, timeout, settings.job, tls)
+        # The address by which the scheduler is reached is the one by which it reaches us.
+        listen, leader = settings.listen or (found.ours, 0), found.scheduler
+    engine = Engine(settings.name, data, log, listen, settings.secret, settings.insecure, tls=tls)
+    engine.job = settings.job
     if settings.embed_scheduler:
-        engine.is_scheduler = True
         engine.node.start_role("scheduler", SchedulerSettings(settings.name))
     else:
-        engine.know(leader, settings.scheduler)
+        engine.know(leader, found.address)
     member = MemberInfo(
         node=settings.name,
         host=settings.host,

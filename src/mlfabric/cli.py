@@ -19,12 +19,15 @@ from mlfabric.errors import FabricError
 # Where each command or group of commands lives: module and the name of its typer application.
 COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("mlfabric.bench.cli", "app"),
+    "certs": ("mlfabric.commands.certs", "app"),
     "demo": ("mlfabric.commands.demo", "app"),
+    "drain": ("mlfabric.commands.operate", "drain_app"),
     "lab": ("mlfabric.lab.cli", "app"),
     "node": ("mlfabric.commands.members", "node_app"),
     "plan": ("mlfabric.commands.plan", "app"),
     "scheduler": ("mlfabric.commands.members", "scheduler_app"),
     "sim": ("mlfabric.commands.sim", "app"),
+    "status": ("mlfabric.commands.operate", "status_app"),
     "story": ("mlfabric.commands.story", "app"),
     "traffic": ("mlfabric.traffic.cli", "app"),
 }

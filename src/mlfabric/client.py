@@ -22,6 +22,7 @@ from mlfabric.collective.switchboard import Switchboard
 from mlfabric.data import WIRE_DTYPES
 from mlfabric.errors import FabricError, ShapeMismatch
 from mlfabric.events import (
+    DrainRequested,
     DurabilityRequested,
     Event,
     GroupRequested,
@@ -39,6 +40,7 @@ from mlfabric.roles.actions import (
     FailJob,
     GroupWaits,
     JobBecameReady,
+    RefuseNew,
     ResolveDurable,
     ResolveGroup,
     ResolveJoin,
@@ -132,6 +134,8 @@ class Client:
         self.shard_ranges: tuple[tuple[int, int], ...] = ()
         self.failed: str | None = None
         self._feedback: ErrorFeedback | None = None
+        self.refused: str | None = None  # new calls, while what is pending goes on
+        self.gone = threading.Event()  # nothing more will come
         self.lost: list[str] = []
         self.rule_spec = RuleSpec("Sum")
 
@@ -142,6 +146,9 @@ class Client:
 
     def leave(self) -> None:
         self._post("member", LeaveRequested(), lambda: None)
+
+    def drain(self) -> None:
+        self._post("member", DrainRequested(), lambda: None)
 
     def publish(
         self,
@@ -302,8 +309,8 @@ class Client:
 
     def _ask(self, key: str, role: str, event: Event, before: Callable[[], None] = lambda: None) -> Answer:
         answer: Answer = Future()
-        if self.failed is not None:
-            answer.set_exception(FabricError(self.failed))
+        if self.failed is not None or self.refused is not None:
+            answer.set_exception(FabricError(self.failed or self.refused))
             return answer
         self._answers[key] = answer
         self._post(role, event, before)
@@ -342,8 +349,11 @@ class Client:
                 self._group_formed(action)
             case GroupWaits(name=name, missing=missing):
                 self._missing[name] = missing
+            case RefuseNew(reason=reason):
+                self.refused = reason
             case FailJob(reason=reason):
-                self.failed = reason
+                self.failed = self.failed or reason
+                self.gone.set()
                 for group in self._board.groups.values():
                     group.fail(reason, tell=False)
                 for name in list(self._uses):

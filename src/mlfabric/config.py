@@ -38,6 +38,8 @@ class Settings:
     insecure: bool
     rack: str | None = None
     rates_guessed: bool = False
+    tls: Path | None = None  # a folder with this host's certificate
+    listen: tuple[str, int] | None = None  # where this member listens; None: found by the route
     mirror: Path | None = None  # a folder where the weights this member leads can be read, even after a kill
 
 
@@ -54,6 +56,8 @@ def from_environment(
     log: str | Path | None = None,
     insecure: bool | None = None,
     host: str | None = None,
+    listen: str | None = None,
+    tls: str | Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Settings:
     """Arguments first, then MLFABRIC_ variables, then torchrun's, then defaults."""
@@ -83,6 +87,8 @@ def from_environment(
         up_bytes_per_s=out,
         down_bytes_per_s=into,
         log=Path(written) if written else None,
+        listen=_listen(listen or env.get("MLFABRIC_LISTEN")),
+        tls=Path(tls or env["MLFABRIC_TLS"]) if tls or env.get("MLFABRIC_TLS") else None,
         insecure=insecure if insecure is not None else env.get("MLFABRIC_INSECURE") == "1",
         rack=env.get("MLFABRIC_RACK"),
         rates_guessed=all(r is None for r in (up, down, env.get("MLFABRIC_UP"), env.get("MLFABRIC_DOWN"))),
@@ -118,6 +124,33 @@ def _secret(given: str | bytes | None, env: Mapping[str, str]) -> bytes:
         return Path(path).read_bytes().strip()
     except OSError as error:
         raise FabricError(f"can't read the secret file {path}: {error.strerror}") from None
+
+
+def read_secrets(path: Path) -> dict[str, bytes]:
+    """The secret of each job: a line `job secret` each."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FabricError(f"can't read the secrets in {path}: {error}") from None
+    found: dict[str, bytes] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) != 2 or words[0] in found:
+            raise FabricError(f"{path}, line {number}: write `job secret`, each job once")
+        found[words[0]] = words[1].encode()
+    if not found:
+        raise FabricError(f"{path} holds no secret; write a line `job secret` for each job")
+    return found
+
+
+def _listen(written: str | None) -> tuple[str, int] | None:
+    """Where to listen; a bare host takes any free port."""
+    if written is None:
+        return None
+    host, port = parse_address(written)
+    return host, port if re.search(r":\d+$", written) else 0
 
 
 def _default_name() -> str:

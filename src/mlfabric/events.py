@@ -54,6 +54,20 @@ class TransferFailed(Event, frozen=True):
 class PeerLost(Event, frozen=True):
     node: str
     reason: str
+    proved: bool = False  # its host answered that no such process listens there any more
+
+
+class SchedulerChanged(Event, frozen=True):
+    """The node follows this scheduler from now on; what a role holds has to be told to it."""
+
+    scheduler: str
+    term: int
+
+
+class LeaseRenewed(Event, frozen=True):
+    """Until then nobody else is made the leader of what this node leads."""
+
+    until_s: float
 
 
 class DeadlinePassed(Event, frozen=True):
@@ -114,6 +128,10 @@ class RatesMeasured(Event, frozen=True):
 
     up_bytes_per_s: float | None
     down_bytes_per_s: float | None
+
+
+class DrainRequested(Event, frozen=True):
+    """The node wants to leave once nothing needs it."""
 
 
 class LeaveRequested(Event, frozen=True):

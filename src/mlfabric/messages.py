@@ -18,6 +18,8 @@ import msgspec
 
 # What a member may be used for.
 MEMBER_ROLES: Final = ("worker", "aggregator", "server", "replica")
+# Stands for whoever schedules now; each node knows who that is, and only its member role asks.
+SCHEDULER: Final = "@scheduler"
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -108,6 +110,7 @@ class Join(Message, frozen=True):
 class JoinAccepted(Message, frozen=True):
     label: str  # the worker's name in update ids; a second life of a name gets another one
     scheduler: str
+    lease_s: float = 3.0
 
 
 class JoinRefused(Message, frozen=True):
@@ -115,9 +118,11 @@ class JoinRefused(Message, frozen=True):
 
 
 class Members(Message, frozen=True):
-    """Everybody there is, after a change."""
+    """Everybody there is in the job, after a change, in the order in which they would come to schedule."""
 
     members: tuple[MemberInfo, ...]
+    term: int = 0  # of the scheduler who says so
+    serial: int = 0  # rises with every change
 
 
 class Leave(Message, frozen=True):
@@ -126,11 +131,16 @@ class Leave(Message, frozen=True):
 
 class Heartbeat(Message, frozen=True):
     sent_s: float  # sender's clock
+    attempt: int = 0  # how often the sender has registered so far
 
 
 class HeartbeatSeen(Message, frozen=True):
+    """The sender counts as alive for `lease_s` from then on, and may count on the scheduler as long."""
+
     sent_s: float
     seen_s: float  # scheduler's clock
+    term: int = 0
+    lease_s: float = 3.0
 
 
 class RatesLearned(Message, frozen=True):
@@ -149,6 +159,129 @@ class NodeLost(Message, frozen=True):
 
     node: str
     reason: str
+
+
+# --- succession of the scheduler --------------------------------------------------------------------------
+
+
+class VoteWanted(Message, frozen=True):
+    """A member that hears no scheduler offers itself for this term."""
+
+    term: int
+    serial: int  # of the last change of members it has heard of
+
+
+class VoteGiven(Message, frozen=True):
+    term: int
+    granted: bool
+    reason: str
+    known_term: int  # whom the voter follows, so that who missed an election hears of it
+    scheduler: str
+    highest: int  # the highest term it follows or has voted in
+
+
+class NewTerm(Message, frozen=True):
+    """A majority has voted: this node schedules from now on."""
+
+    term: int
+    scheduler: str
+
+
+class Register(Message, frozen=True):
+    """To a new scheduler, or one that had given us up: a member with a label already. Its roles tell what
+    they hold; `Reported` ends that."""
+
+    member: MemberInfo
+    label: str
+    attempt: int
+    expected: int = 0
+
+
+class Reported(Message, frozen=True):
+    term: int
+
+
+class Rejoin(Message, frozen=True):
+    """To a node that counts itself a member and is none: register again, unless it has since."""
+
+    attempt: int  # the last the scheduler has heard of
+    reason: str
+
+
+class DrainBegun(Message, frozen=True):
+    """To a member: take on nothing new; you leave once nothing needs you."""
+
+    reason: str
+
+
+class StepDown(Message, frozen=True):
+    """To a member: this role of yours has passed to somebody else."""
+
+    role: str
+    reason: str
+
+
+# --- asked by people --------------------------------------------------------------------------------------
+
+
+class StatusWanted(Message, frozen=True):
+    pass
+
+
+class MemberStatus(msgspec.Struct, frozen=True):
+    node: str
+    host: str
+    address: str
+    job: str
+    roles: tuple[str, ...]  # what it may be used for
+    leads: tuple[int, ...]  # shards
+    follows: tuple[int, ...]
+    up_bytes_per_s: float  # as the planner sees its host
+    down_bytes_per_s: float
+    lease_s: float
+    silent_s: float
+    draining: str  # why, while it is
+
+
+class ShardStatus(msgspec.Struct, frozen=True):
+    index: int
+    leader: str
+    epoch: int
+    version: int
+    replica: str | None
+    replica_filled: bool
+    undurable: int  # updates applied and not yet at the replica
+
+
+class JobStatus(msgspec.Struct, frozen=True):
+    name: str
+    members: int
+    ready: bool
+    failed: str | None
+    shards: tuple[ShardStatus, ...]
+    waiting: int  # updates offered
+    granted: int  # and on their way
+    applied: int  # in all
+    dropped: int
+    applied_per_s: float  # over the last ten seconds
+
+
+class StatusReport(Message, frozen=True):
+    scheduler: str
+    term: int
+    undecided: bool  # it waits for reports
+    members: tuple[MemberStatus, ...]
+    jobs: tuple[JobStatus, ...]
+
+
+class DrainWanted(Message, frozen=True):
+    target: str  # a host or a node
+    job: str | None = None  # of this job only
+
+
+class DrainAnswered(Message, frozen=True):
+    nodes: tuple[str, ...]
+    error: str = ""
 
 
 # --- the model --------------------------------------------------------------------------------------------
@@ -183,6 +316,12 @@ class JobReady(Message, frozen=True):
     settings: JobSettings
     dtype: str  # of the model as one vector
     version: int = 0  # of the values that were published
+
+
+class JobKnown(Message, frozen=True):
+    """A worker to a new scheduler: the job as it has heard of it."""
+
+    ready: JobReady
 
 
 class LeadShard(Message, frozen=True):
@@ -226,6 +365,19 @@ class Promote(Message, frozen=True):
     reason: str
 
 
+class YieldLead(Message, frozen=True):
+    """To a leader: bring your replica level, optimizer state included, and say so; it leads then."""
+
+    shard: int
+    reason: str
+
+
+class LeadYielded(Message, frozen=True):
+    shard: int
+    epoch: int
+    version: int
+
+
 class AppliedIds(msgspec.Struct, frozen=True):
     """Per worker: all below `floor` are settled; of those above, exactly the listed are applied."""
 
@@ -238,6 +390,24 @@ class Promoted(Message, frozen=True):
     epoch: int
     version: int
     applied: AppliedIds
+    state_version: int
+
+
+class ShardReport(Message, frozen=True):
+    """A leader to a new scheduler. What had been granted and not applied is forgotten here."""
+
+    shard: ShardRange
+    version: int
+    applied: AppliedIds
+    fail_overs: tuple[Version, ...]
+    replica: str | None
+    replica_version: int | None
+
+
+class ReplicaReport(Message, frozen=True):
+    shard: int
+    epoch: int
+    version: int  # -1: not filled
     state_version: int
 
 
@@ -275,6 +445,7 @@ class PartRoute(msgspec.Struct, frozen=True):
     start_in_s: float
     epoch: int
     group: str | None = None
+    term: int = 0  # of the scheduler who granted it
 
 
 class Grant(Message, frozen=True):
@@ -342,6 +513,7 @@ class GatherGroup(Message, frozen=True):
     rate_bytes_per_s: float
     forward_in_s: float  # at the latest, with what is there
     reason: str
+    term: int = 0
 
 
 class LeaveOut(Message, frozen=True):
@@ -359,6 +531,20 @@ class LeftOut(Message, frozen=True):
     shard: int
     updates: tuple[str, ...]
     reason: str
+
+
+class JudgeUpdate(Message, frozen=True):
+    """To a server: is this update, which was offered again and would be dropped, in the model already?"""
+
+    shard: int
+    member: MemberUpdate
+
+
+class NotApplied(Message, frozen=True):
+    """A server's answer; where it is applied, its worker and the scheduler hear that instead."""
+
+    shard: int
+    update: str
 
 
 class UpdateApplied(Message, frozen=True):
@@ -516,6 +702,15 @@ class SharesPlanned(Message, frozen=True):
     reason: str
 
 
+class GroupHeld(Message, frozen=True):
+    """To a new scheduler: a group this node is in, and the newest shares it has of it."""
+
+    number: int
+    name: str
+    nodes: tuple[str, ...]
+    shares: SharesPlanned
+
+
 # --- bulk transfers ---------------------------------------------------------------------------------------
 
 
@@ -525,6 +720,7 @@ class UpdatePart(Message, frozen=True):
     epoch: int
     weight: float
     group: str | None = None
+    term: int = 0
 
 
 class Aggregate(Message, frozen=True):
@@ -533,6 +729,7 @@ class Aggregate(Message, frozen=True):
     epoch: int
     members: tuple[MemberUpdate, ...]
     weight: float  # sum of the members' weights
+    term: int = 0
 
 
 class ModelPart(Message, frozen=True):
@@ -575,14 +772,28 @@ class TransferHeader(msgspec.Struct, frozen=True):
 ControlMessage = (
     Join | JoinAccepted | JoinRefused | Members | Leave | Heartbeat | HeartbeatSeen | NodeLost
     | RatesLearned
+    | VoteWanted | VoteGiven | NewTerm | Register | Reported | Rejoin | StepDown
+    | DrainBegun | YieldLead | LeadYielded | StatusWanted | StatusReport | DrainWanted | DrainAnswered
+    | JobKnown | ShardReport | ReplicaReport
     | PublishWanted | PublishFirst | PublishRefused | JobReady | LeadShard | FollowShard | ReplicaAssigned
     | ShardReady | Promote | Promoted | LeaderChanged | JobFailed
     | TransferRefused | OfferUpdate | Grant | DropUpdate | OfferAgain | Sequence
     | GatherGroup | LeaveOut | LeftOut
+    | JudgeUpdate | NotApplied
     | UpdateApplied | UpdateRefused | AppliedReport | SlotLate | WithdrawSlot | SlotWithdrawn | SettleSlot
     | Replicate | ReplicaHas | DurableWanted | UpdateDurable
     | PullWanted | ServePull | PullServed | PullFailed
-    | GroupWanted | GroupFormed | GroupPending | GroupFailed | SharesPlanned
+    | GroupWanted | GroupFormed | GroupPending | GroupFailed | GroupHeld | SharesPlanned
+)  # fmt: skip
+
+
+# What only the scheduler says. A node takes it from the scheduler it follows and from nobody else.
+ORDERS: Final = (
+    JoinAccepted, JoinRefused, Members, HeartbeatSeen, NodeLost, Rejoin, StepDown,
+    DrainBegun, YieldLead,
+    PublishFirst, PublishRefused, JobReady, LeadShard, FollowShard, ReplicaAssigned, Promote, LeaderChanged,
+    JobFailed, Grant, JudgeUpdate, DropUpdate, OfferAgain, Sequence, GatherGroup, LeaveOut, WithdrawSlot,
+    SettleSlot, Replicate, ServePull, PullFailed, GroupFormed, GroupPending, GroupFailed, SharesPlanned,
 )  # fmt: skip
 
 

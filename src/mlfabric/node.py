@@ -18,9 +18,11 @@ from mlfabric.eventlog import LogSink
 from mlfabric.events import (
     DeadlinePassed,
     Event,
+    LeaseRenewed,
     LogRecord,
     MessageReceived,
     PeerLost,
+    SchedulerChanged,
     StepMeasured,
     TransferArriving,
     TransferFailed,
@@ -29,6 +31,8 @@ from mlfabric.events import (
 )
 from mlfabric.messages import (
     LEFT,
+    ORDERS,
+    SCHEDULER,
     ControlMessage,
     HeartbeatSeen,
     Members,
@@ -48,6 +52,7 @@ from mlfabric.roles.actions import (
     CreateShard,
     DumpShard,
     FillShard,
+    FollowScheduler,
     FormGroup,
     FreeBuffer,
     MarkReplicaImage,
@@ -55,6 +60,7 @@ from mlfabric.roles.actions import (
     MemberSettings,
     Note,
     RefuseTransfer,
+    RenewLease,
     ReplicaSettings,
     Role,
     SchedulerSettings,
@@ -63,6 +69,7 @@ from mlfabric.roles.actions import (
     SnapshotShard,
     StartRole,
     StartTransfer,
+    StopRole,
     WorkerSettings,
 )
 from mlfabric.roles.aggregator import Aggregator
@@ -122,6 +129,7 @@ class Node:
         self.name = name
         self.data = data
         self.roles: dict[str, Role] = {}
+        self.scheduler = ""  # whose orders are taken
         self._driver = driver
         self._log = log
         self._count = 0
@@ -140,6 +148,8 @@ class Node:
         role, begin = make_role(name, settings)
         if name.startswith("server."):
             self.roles.pop(name.replace("server", "replica"), None)
+        if isinstance(settings, MemberSettings):
+            self.scheduler = settings.scheduler
         self.roles[name] = role
         began = self._record(cause, name, "role", type(settings).__name__, settings)
         for action in begin:
@@ -155,6 +165,8 @@ class Node:
         if isinstance(message, TransferRefused):
             self.transfer_failed(message.transfer, f"refused by {sender}: {message.reason}")
             return
+        if isinstance(message, ORDERS) and sender != self.scheduler:
+            return  # a scheduler that has been succeeded, or a member that is none
         if isinstance(message, Members | HeartbeatSeen | NodeLost):
             self._driver.observe(message)
         self.post(role, MessageReceived(sender, message), cause)
@@ -191,9 +203,9 @@ class Node:
         if role is not None:
             self.post(role, TransferFailed(transfer, reason))
 
-    def peer_lost(self, node: str, reason: str) -> None:
+    def peer_lost(self, node: str, reason: str, proved: bool = False) -> None:
         for role in list(self.roles):
-            self.post(role, PeerLost(node, reason))
+            self.post(role, PeerLost(node, reason, proved))
 
     def next_deadline(self) -> float | None:
         """When a role wants to be woken. Roles change their minds only when something happens to them."""
@@ -249,13 +261,8 @@ class Node:
     def _perform(self, role: str, action: Action, cause: str) -> None:
         data = self.data
         match action:
-            case Send(node=node, role=to, message=message):
-                if node == self.name:
-                    if isinstance(message, Members | HeartbeatSeen | NodeLost):
-                        self._driver.observe(message)
-                    self._queue.append((to, MessageReceived(self.name, message), cause))
-                else:
-                    self._driver.send(node, to, message, cause)
+            case Send():
+                self._send(action, cause)
             case StartTransfer():
                 self._start(role, action, cause)
             case CancelTransfer(transfer=transfer):
@@ -292,10 +299,41 @@ class Node:
                 self._driver.form_group(number, name, nodes)
             case AdoptShares(shares=shares):
                 self._driver.adopt_shares(shares)
+            case StopRole(role=name):
+                self._stop_role(name, cause)
+            case FollowScheduler(scheduler=scheduler, term=term):
+                self._follow(scheduler, term, cause)
+            case RenewLease(until_s=until):
+                for name in self.roles:
+                    if name.startswith("server."):
+                        self._queue.append((name, LeaseRenewed(until), cause))
             case Note(loud=False):
                 pass
             case _:
                 self._driver.resolve(action)
+
+    def _send(self, action: Send, cause: str) -> None:
+        node = self.scheduler if action.node == SCHEDULER else action.node
+        if node != self.name:
+            self._driver.send(node, action.role, action.message, cause)
+        elif not isinstance(action.message, ORDERS) or self.scheduler == self.name:
+            if isinstance(action.message, Members | HeartbeatSeen | NodeLost):
+                self._driver.observe(action.message)
+            self._queue.append((action.role, MessageReceived(self.name, action.message), cause))
+
+    def _stop_role(self, name: str, cause: str) -> None:
+        """A role that ends frees what it holds."""
+        role = self.roles.pop(name, None)
+        end = getattr(role, "end", None)
+        for action in end() if end else []:
+            self._perform(name, action, cause)
+
+    def _follow(self, scheduler: str, term: int, cause: str) -> None:
+        """The other roles report to the new scheduler first; the member's own word ends the report."""
+        self.scheduler = scheduler
+        others = [name for name in self.roles if name not in ("member", "scheduler")]
+        for name in (*others, "member"):
+            self._queue.append((name, SchedulerChanged(scheduler, term), cause))
 
     def _start(self, role: str, action: StartTransfer, cause: str) -> None:
         payload, kind = self.data.outgoing(action.buffer, action.ranges, action.scale, action.codec)

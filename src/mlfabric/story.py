@@ -34,7 +34,7 @@ def tell_story(records: Iterable[LogRecord], update: str) -> list[Chapter]:
         plain = to_plain(record.record) if isinstance(record.record, msgspec.Struct) else record.record
         text = _sentence(record, plain, update, names)
         if text:
-            moments.append((record.at_s + record.offset_s, record, text))
+            moments.append((record.at_s + _offset(record), record, text))
     if not moments:
         raise FabricError(f"the log has nothing about update {update}; its ids look like w0#12")
     moments.sort(key=lambda moment: moment[0])
@@ -43,6 +43,12 @@ def tell_story(records: Iterable[LogRecord], update: str) -> list[Chapter]:
         Chapter(at, at - begin, record.node, record.role, text, record.id, record.cause)
         for at, record, text in moments
     ]
+
+
+def _offset(record: LogRecord) -> float:
+    """What to add to a host's time. An offset smaller than its uncertainty would only shuffle what clocks
+    that agree have in order."""
+    return record.offset_s if abs(record.offset_s) > record.uncertainty_s else 0.0
 
 
 def _groups_with(records: list[LogRecord], update: str) -> set[str]:
@@ -107,7 +113,7 @@ def _sent(plain: Any, update: str, names: set[str]) -> str | None:
     if kind == "OfferUpdate" and message["update"] == update:
         bases = ", ".join(f"{epoch}:{count}" if epoch else str(count) for epoch, count in message["bases"])
         again = f" again, because {message['again']}" if message.get("again") else ""
-        return f"offered to {plain['node']}{again} (computed from version {bases})"
+        return f"offered to the scheduler{again} (computed from version {bases})"
     if kind == "UpdateApplied" and message["update"] == update:
         _, count = message["version"]
         return f"applied to shard {message['shard']} as version {count}, delay {message['delay_updates']}"

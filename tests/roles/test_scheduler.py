@@ -12,6 +12,8 @@ from mlfabric.messages import (
     AppliedIds,
     AppliedReport,
     ArraySpec,
+    DrainBegun,
+    DrainWanted,
     DropUpdate,
     FollowShard,
     GatherGroup,
@@ -30,6 +32,7 @@ from mlfabric.messages import (
     JoinRefused,
     LeaderChanged,
     LeadShard,
+    LeadYielded,
     Leave,
     LeaveOut,
     LeftOut,
@@ -56,8 +59,10 @@ from mlfabric.messages import (
     SharesPlanned,
     SlotLate,
     SlotWithdrawn,
+    StepDown,
     Version,
     WithdrawSlot,
+    YieldLead,
 )
 from mlfabric.roles.actions import Action, SchedulerSettings, Send
 from mlfabric.roles.groups import GATHER_S, PENDING_S
@@ -74,8 +79,20 @@ class Fabric(Fed):
     def __init__(self, *names: str, expected: int = 0, job: str = "job") -> None:
         super().__init__(Scheduler(SchedulerSettings("sched")))
         self.job = job
+        self.names = names
+        self.silent: set[str] = set()
         for name in names:
             self.join(name, expected)
+
+    def wait(self, seconds: float) -> list[Action]:
+        """Let time pass while the members show that they are alive."""
+        until, actions = self.now + seconds, []
+        while self.now < until:
+            for name in self.names:
+                if name not in self.silent:
+                    actions += self.tell(Heartbeat(self.now), name)
+            actions += super().wait(min(until - self.now, 0.25))
+        return actions
 
     def join(self, name: str, expected: int = 0, host: str = "", rack: str | None = None) -> list[Action]:
         info = MemberInfo(name, host or name, "", ROLES[name[0]], 1e6, 1e6, self.job, rack)
@@ -112,7 +129,7 @@ class Fabric(Fed):
 def test_a_member_is_accepted_and_everybody_hears_of_it() -> None:
     fabric = Fabric("w0")
     actions = fabric.join("w1")
-    assert said(JoinAccepted, actions, "w1") == JoinAccepted("w1", "sched")
+    assert said(JoinAccepted, actions, "w1") == JoinAccepted("w1", "sched", 1.0)
     assert {m.node for m in said(Members, actions, "w0").members} == {"w0", "w1"}
 
 
@@ -131,12 +148,13 @@ def test_the_second_life_of_a_name_has_another_label() -> None:
 
 def test_a_silent_member_is_lost_and_a_heard_one_is_not() -> None:
     fabric = Fabric("w0", "w1")
-    fabric.now = 2.0
-    assert said(HeartbeatSeen, fabric.tell(Heartbeat(1.9), "w0"), "w0") == HeartbeatSeen(1.9, 2.0)
-    lost = said(NodeLost, fabric.wait(2.0), "w0")
+    assert said(HeartbeatSeen, fabric.tell(Heartbeat(-0.1), "w0"), "w0") == HeartbeatSeen(-0.1, 0.0, 0, 1.0)
+    fabric.silent = {"w1"}
+    assert not sent(NodeLost, fabric.wait(0.9))
+    lost = said(NodeLost, fabric.wait(0.2), "w0")
     assert lost.node == "w1"
     assert "silent for" in lost.reason
-    assert said(NodeLost, Fabric("w0", "w1")(PeerLost("w1", "closed")), "w0").reason == "closed"
+    assert said(NodeLost, Fabric("w0", "w1")(PeerLost("w1", "closed", True)), "w0").reason == "closed"
 
 
 # --- the model ----------------------------------------------------------------------------------------------
@@ -291,7 +309,7 @@ def test_a_member_left_out_is_asked_to_offer_again_with_the_reason() -> None:
 
 def test_a_dead_aggregators_members_offer_again_and_its_slot_is_withdrawn() -> None:
     group = gathered()
-    actions = group.fabric(PeerLost(group.aggregator, "closed"))
+    actions = group.fabric(PeerLost(group.aggregator, "closed", True))
     again = {message.update for message in sent(OfferAgain, actions)}
     assert {each.update for each in group.order.members if each.worker != group.aggregator} <= again
     assert group.number in {message.number for message in sent(WithdrawSlot, actions, "s0")}
@@ -299,7 +317,7 @@ def test_a_dead_aggregators_members_offer_again_and_its_slot_is_withdrawn() -> N
 
 def test_an_update_is_decided_again_only_when_its_first_way_is_closed() -> None:
     group = gathered()
-    group.fabric(PeerLost(group.aggregator, "closed"))
+    group.fabric(PeerLost(group.aggregator, "closed", True))
     member = group.other()
     actions = [*group.fabric.offer(member.update, again="aggregator lost"), *group.fabric.wait(0.5)]
     assert not sent(Grant, actions, member.worker), "the sum may be at the server already"
@@ -309,7 +327,7 @@ def test_an_update_is_decided_again_only_when_its_first_way_is_closed() -> None:
 
 def test_a_sum_that_waits_and_is_then_refused_sets_its_members_free() -> None:
     group = gathered()
-    group.fabric(PeerLost(group.aggregator, "closed"))
+    group.fabric(PeerLost(group.aggregator, "closed", True))
     member = group.other()
     group.fabric.offer(member.update, again="aggregator lost")
     group.fabric.tell(SlotWithdrawn(0, 0, group.number, False, waiting=True), "s0")
@@ -341,7 +359,7 @@ def test_an_update_offered_again_that_came_by_its_first_way_needs_nothing_more()
 def test_a_dead_workers_offers_go_with_it() -> None:
     fabric = Fabric("w0", "w1", "s0").ready()
     fabric.offer("w1#0")
-    assert notes("abandoned", fabric(PeerLost("w1", "closed")))[0].updates == ("w1#0",)
+    assert notes("abandoned", fabric(PeerLost("w1", "closed", True)))[0].updates == ("w1#0",)
     assert not sent(Grant, fabric.wait(0.01))
 
 
@@ -366,7 +384,7 @@ def test_a_dead_leader_is_replaced_by_its_replica_and_everybody_hears_what_survi
     fabric.granted("w0#0", "w1#0")
     fabric.report("w0#0", version=1, held=1)
     fabric.report("w1#0", version=2, held=1)
-    actions = fabric(PeerLost("s0", "closed"))
+    actions = fabric(PeerLost("s0", "closed", True))
     assert said(Promote, actions, "r0") == Promote(0, 1, "server s0 lost: closed")
     assert not sent(LeaderChanged, actions), "not before the replica says what it holds"
     survived = AppliedIds(above={"w0": (0,)})
@@ -381,7 +399,7 @@ def test_a_dead_leader_is_replaced_by_its_replica_and_everybody_hears_what_survi
 
 def test_nothing_is_granted_between_two_leaders() -> None:
     fabric = replicated()
-    fabric(PeerLost("s0", "closed"))
+    fabric(PeerLost("s0", "closed", True))
     assert not sent(Grant, [*fabric.offer("w0#0"), *fabric.wait(0.5)])
     assert not fabric.tell(PullWanted("p"), "w0")
     grant = said(Grant, fabric.tell(Promoted(0, 1, 0, AppliedIds(), 0), "r0"), "w0")
@@ -390,13 +408,13 @@ def test_nothing_is_granted_between_two_leaders() -> None:
 
 def test_the_word_of_somebody_who_was_not_promoted_is_ignored() -> None:
     fabric = replicated()
-    fabric(PeerLost("s0", "closed"))
+    fabric(PeerLost("s0", "closed", True))
     assert not sent(LeaderChanged, fabric.tell(Promoted(0, 1, 5, AppliedIds(), 5), "r1"))
 
 
 def test_a_leader_lost_without_a_replica_fails_the_job_in_one_sentence() -> None:
     fabric = Fabric("w0", "w1", "s0").ready()
-    actions = fabric(PeerLost("s0", "closed"))
+    actions = fabric(PeerLost("s0", "closed", True))
     reason = sent(JobFailed, actions, "w0")[0].reason
     assert "s0" in reason
     assert "had no replica" in reason
@@ -405,7 +423,7 @@ def test_a_leader_lost_without_a_replica_fails_the_job_in_one_sentence() -> None
 
 def test_an_empty_replica_cannot_take_over() -> None:
     fabric = replicated()
-    fabric(PeerLost("s0", "closed"))
+    fabric(PeerLost("s0", "closed", True))
     assert (
         "never been filled"
         in sent(JobFailed, fabric.tell(Promoted(0, 1, -1, AppliedIds(), -1), "r0"))[0].reason
@@ -415,17 +433,19 @@ def test_an_empty_replica_cannot_take_over() -> None:
 def test_a_leader_lost_before_training_is_replaced_by_placing_again() -> None:
     fabric = Fabric("w0", "s0", "s1")
     fabric.publish()
-    actions = fabric(PeerLost("s0", "closed"))
+    actions = fabric(PeerLost("s0", "closed", True))
     assert said(LeadShard, actions).shard.leader == "s1"
     assert said(PublishFirst, actions, "w0").shards[0].leader == "s1"
 
 
 def test_a_dead_replica_is_replaced_where_somebody_can_be_one() -> None:
     fabric = replicated()
-    actions = fabric(PeerLost("r0", "closed"))
+    actions = fabric(PeerLost("r0", "closed", True))
     assert [message.replica for message in sent(ReplicaAssigned, actions, "s0")] == [None, "r1"]
     assert said(FollowShard, actions, "r1").shard.index == 0
-    assert [message.replica for message in sent(ReplicaAssigned, fabric(PeerLost("r1", "closed")))] == [None]
+    assert [message.replica for message in sent(ReplicaAssigned, fabric(PeerLost("r1", "closed", True)))] == [
+        None
+    ]
     assert said(ReplicaAssigned, fabric.join("r2"), "s0").replica == "r2"
 
 
@@ -500,7 +520,7 @@ def test_workers_that_have_not_joined_are_counted_among_the_missing() -> None:
 def test_a_group_with_somebody_who_died_fails_naming_them() -> None:
     fabric = Fabric("w0", "w1", "w2")
     fabric.tell(GroupWanted(""), "w0")
-    assert "w2 was lost (closed)" in said(GroupFailed, fabric(PeerLost("w2", "closed")), "w0").reason
+    assert "w2 was lost (closed)" in said(GroupFailed, fabric(PeerLost("w2", "closed", True)), "w0").reason
 
 
 def test_a_slow_link_brings_new_shares_once_and_only_if_worth_it() -> None:
@@ -521,3 +541,54 @@ def test_strangers_are_not_listened_to() -> None:
     fabric = Fabric("w0", "s0").ready()
     for message in (GroupWanted(""), PullWanted("p"), SlotLate(0, 0, 1.0)):
         assert not fabric.tell(message, "nobody")
+
+
+# --- leads that move, hosts that leave ----------------------------------------------------------------------
+
+
+def test_a_lead_moves_to_a_replica_on_a_much_better_link_once_nothing_is_on_its_way() -> None:
+    fabric = Fabric("w0", "s0", "r0").ready(divergence=0.5)
+    fabric.granted("w0#0")
+    assert not sent(YieldLead, fabric.tell(RatesLearned(4e5, 4e5), "s0"))
+    assert not sent(Grant, [*fabric.offer("w0#1"), *fabric.wait(0.1)])  # the rest waits
+    yields = fabric.report("w0#0", version=1, held=1)
+    assert said(YieldLead, yields, "s0").shard == 0
+    promote = said(Promote, fabric.tell(LeadYielded(0, 0, 1), "s0"), "r0")
+    moved = fabric.tell(Promoted(0, promote.epoch, 1, AppliedIds(), 1), "r0")
+    assert notes("lead-moved", moved)
+    assert said(StepDown, moved, "s0").role == "server.0"
+    assert sent(LeaderChanged, moved, "w0")[0].shard.leader == "r0"
+    assert said(FollowShard, moved, "s0")  # who led follows now
+
+
+def test_a_slightly_better_link_is_not_worth_a_move() -> None:
+    fabric = Fabric("w0", "s0", "r0").ready(divergence=0.5)
+    assert not sent(YieldLead, fabric.tell(RatesLearned(6e5, 6e5), "s0"))
+
+
+def test_a_host_nobody_can_stand_in_for_is_not_drained() -> None:
+    fabric = Fabric("w0", "s0").ready(divergence=None)
+    scheduler = fabric.role
+    assert isinstance(scheduler, Scheduler)
+    assert "nobody else can lead shard 0" in scheduler.drain("s0").error
+    assert "no member is called s7" in scheduler.drain("s7").error
+    assert not sent(DrainBegun, fabric.tell(DrainWanted("s0"), "operator"))
+
+
+def test_the_status_shows_members_shards_and_leases() -> None:
+    fabric = Fabric("w0", "s0", "r0").ready(divergence=0.5)
+    fabric.granted("w0#0")
+    fabric.report("w0#0", version=1, held=0)
+    fabric.offer("w0#1", base=1)
+    fabric.tell(DrainWanted("w0"), "operator")
+    scheduler = fabric.role
+    assert isinstance(scheduler, Scheduler)
+    report = scheduler.status(fabric.now)
+    by_name = {member.node: member for member in report.members}
+    assert (by_name["s0"].leads, by_name["s0"].follows) == ((0,), ())
+    assert by_name["w0"].lease_s == 1.0
+    assert by_name["w0"].draining  # its update is not settled yet
+    job = report.jobs[0]
+    assert (job.ready, job.applied, job.waiting, job.shards[0].undurable) == (True, 1, 1, 1)
+    assert job.applied_per_s == 0.1
+    assert scheduler.status(fabric.now, "another").members == ()

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from mlfabric.events import StepMeasured, TransferArriving, TransferFailed, TransferFinished, TransferSent
+from mlfabric.events import (
+    LeaseRenewed,
+    SchedulerChanged,
+    StepMeasured,
+    TransferArriving,
+    TransferFailed,
+    TransferFinished,
+    TransferSent,
+)
 from mlfabric.messages import (
     Aggregate,
     AppliedIds,
@@ -12,9 +20,11 @@ from mlfabric.messages import (
     DurableWanted,
     InitialPart,
     JobSettings,
+    JudgeUpdate,
     LeftOut,
     MemberUpdate,
     ModelPart,
+    NotApplied,
     PullServed,
     ReplicaAssigned,
     ReplicaHas,
@@ -24,6 +34,7 @@ from mlfabric.messages import (
     ServePull,
     SettleSlot,
     ShardReady,
+    ShardReport,
     Slot,
     SlotLate,
     SlotWithdrawn,
@@ -48,7 +59,17 @@ from mlfabric.roles.actions import (
     StartTransfer,
 )
 from mlfabric.roles.server import Server
-from tests.roles.feeding import RULE, Fed, member, notes, of, one, said, sent, shard
+from tests.roles.feeding import (
+    RULE,
+    Fed,
+    member,
+    notes,
+    of,
+    one,
+    said,
+    sent,
+    shard,
+)
 
 LEASE_S = 1.0
 
@@ -500,3 +521,44 @@ def test_initial_values_fill_the_shard_at_their_version() -> None:
     actions = role(TransferFinished("i"))
     assert one(FillShard, actions) == FillShard(0, accepted.buffer, True, 9)
     assert one(FreeBuffer, actions).buffer == accepted.buffer
+
+
+# --- the scheduler ------------------------------------------------------------------------------------------
+
+
+def test_a_leader_that_hears_no_scheduler_acknowledges_nothing_until_it_does() -> None:
+    role = server()
+    role(LeaseRenewed(1.0))
+    role.tell(slots("w0#0"))
+    bring(role, "w0#0")
+    role.now = 1.0
+    held = measured(role)
+    assert notes("fenced", held)
+    assert not of(CommitStep, held)
+    assert not sent(UpdateApplied, held)
+    role.now = 1.2
+    again = one(MeasureStep, role(LeaseRenewed(2.0)))
+    assert again.buffer == ""  # the staged step
+    assert said(UpdateApplied, measured(role), "w0").update == "w0#0"
+
+
+def test_what_an_earlier_scheduler_granted_is_forgotten_and_refused() -> None:
+    role = server()
+    role.tell(slots("w0#0", "w1#0"))
+    bring(role, "w0#0")  # its step is being made
+    bring(role, "w1#0")  # complete, and waits
+    report = role(SchedulerChanged("w1", 3))
+    assert one(FreeBuffer, report).buffer == "parcel/t/w1#0"
+    assert said(ShardReport, report).version == 0
+    stale = role(TransferArriving("t2", "w1", 40, UpdatePart("w1#0", 0, 0, 1.0, None, 2)))
+    assert "term 2" in one(RefuseTransfer, stale).reason
+    assert one(AcceptTransfer, role(TransferArriving("t3", "w1", 40, UpdatePart("w1#0", 0, 0, 1.0, None, 3))))
+    assert said(UpdateApplied, measured(role), "w0").update == "w0#0"
+
+
+def test_a_server_says_whether_an_update_that_was_offered_again_is_in() -> None:
+    role = server()
+    role.tell(slots("w0#0"))
+    applied(role, "w0#0")
+    assert said(UpdateApplied, role.tell(JudgeUpdate(0, member("w0#0"))), "w0").update == "w0#0"
+    assert said(NotApplied, role.tell(JudgeUpdate(0, member("w1#0")))).update == "w1#0"

@@ -119,12 +119,26 @@ def test_a_job_whose_only_server_is_lost_ends_with_a_sentence_not_a_hang() -> No
             worker.pull(timeout=20)
 
 
-def test_a_lost_scheduler_is_said_at_once() -> None:
-    first = mf.join("127.0.0.1:0", job="j", name="w0", scheduler=True, expected=2)
-    with mf.join(first.address, job="j", name="w1", expected=2) as second:
+def test_a_lost_scheduler_is_succeeded_and_nothing_fails() -> None:
+    first = mf.join("127.0.0.1:0", job="j", name="w0", scheduler=True, expected=3)
+    with (
+        mf.join(first.address, job="j", name="w1", expected=3) as second,
+        mf.join(first.address, job="j", name="w2", expected=3) as third,
+    ):
         first._engine.stop(0.0)
-        with pytest.raises(mf.FabricError, match="the scheduler w0 was lost"):
-            second.all_reduce(np.zeros(3), timeout=20)
+        threads = [
+            threading.Thread(target=fabric.all_reduce, args=(np.ones(3),), kwargs={"timeout": 20})
+            for fabric in (second, third)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+        terms = {fabric._engine.node.roles["member"].statistics().term for fabric in (second, third)}  # type: ignore[attr-defined]
+        assert terms == {1}
+        with mf.join(third.address, job="j", name="w3") as late:  # any member knows who schedules
+            assert late._engine.node.scheduler == second._engine.node.scheduler
 
 
 def test_a_worker_may_come_back_under_its_name() -> None:

@@ -98,7 +98,7 @@ def test_a_story_tells_an_update_from_its_making_to_its_outcome(tmp_path: Path) 
     chapters = tell_story(records, "w1#2")
     text = "\n".join(chapter.text for chapter in chapters)
     assert chapters[0].text.startswith("computed: 20 kB")
-    assert "offered to w0" in text
+    assert "offered to the scheduler" in text
     assert "placed: number 5" in text
     assert "sends its bytes to" in text
     assert "applied to shard 0 as version 6" in text

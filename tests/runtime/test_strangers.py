@@ -15,7 +15,8 @@ import mlfabric as mf
 from mlfabric.api import Fabric
 from mlfabric.config import parse_address
 from mlfabric.runtime import engine as engine_module
-from mlfabric.wire import Kind, encode_frame
+from mlfabric.runtime.trust import Handshake, Purpose
+from mlfabric.wire import FrameReader, Kind, encode_frame
 
 
 @contextmanager
@@ -136,3 +137,58 @@ def test_too_many_strangers_at_once_do_not_pile_up(monkeypatch: pytest.MonkeyPat
 def _still_works(fabric: Fabric) -> None:
     fabric.publish({"w": np.zeros(10)}, apply=mf.Sum())
     assert isinstance(fabric.push({"w": np.ones(10)}).result(20), mf.Committed)
+
+
+def test_a_recorded_handshake_opens_nothing_when_it_is_played_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    said = bytearray()
+    with mf.join("127.0.0.1:0", name="w0", job="j", secret="s", scheduler=True) as fabric:
+        address = parse_address(fabric.address)
+        caller = Handshake("w1", b"s", bytes(32), Purpose.CONTROL, job="j")
+        with socket.create_connection(address, timeout=5) as sock:
+            _converse(sock, caller, said)
+        assert caller.done
+        with caplog.at_level(logging.WARNING, "mlfabric"):
+            for _ in range(5):
+                with socket.create_connection(address, timeout=5) as sock, suppress(ConnectionResetError):
+                    sock.sendall(bytes(said))
+                    while sock.recv(4096):
+                        pass
+        refused = [r.getMessage() for r in caplog.records if "secrets differ" in r.getMessage()]
+        assert len(refused) == 1  # five attempts, one line
+        fabric.publish({"w": np.zeros(10)}, apply=mf.Sum(), divergence=None)
+
+
+def _converse(sock: socket.socket, caller: Handshake, said: bytearray) -> None:
+    """Go through a handshake and keep what the caller said."""
+    reader = FrameReader()
+    words: bytes | None = caller.begin()
+    while True:
+        if words is not None:
+            frame = encode_frame(Kind.HANDSHAKE, words)
+            said += frame
+            sock.sendall(frame)
+        if caller.done:
+            return
+        whole = None
+        while whole is None:
+            whole = reader.advance(sock.recv_into(reader.wanted()))
+        words = caller.feed(whole.body)
+
+
+def test_slow_strangers_are_shown_out_together_and_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_module, "HANDSHAKE_S", 0.2)
+    with mf.local(workers=2) as fabric, caplog.at_level(logging.WARNING, "mlfabric"):
+        address = parse_address(fabric.address)
+        socks = [socket.create_connection(address, timeout=5) for _ in range(20)]
+        for sock in socks:
+            sock.sendall(b"M")
+        for sock in socks:
+            assert sock.recv(1) == b""
+            sock.close()
+        late = [record for record in caplog.records if "in time" in record.getMessage()]
+        assert len(late) == 1
+        _still_works(fabric)

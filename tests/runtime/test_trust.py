@@ -18,8 +18,8 @@ def caller(secret: bytes = b"s", nonce: bytes = NONCES[0], node: str = "w0") -> 
     return Handshake(node, secret, nonce, Purpose.BULK)
 
 
-def called(secret: bytes = b"s", nonce: bytes = NONCES[1], scheduler: bool = True) -> Handshake:
-    return Handshake("s0", secret, nonce, scheduler=scheduler)
+def called(secret: bytes = b"s", nonce: bytes = NONCES[1], at: str = "") -> Handshake:
+    return Handshake("s0", secret, nonce, scheduler=("s0", at))
 
 
 def fed(side: Handshake, body: bytes | None) -> bytes:
@@ -29,10 +29,10 @@ def fed(side: Handshake, body: bytes | None) -> bytes:
     return answer
 
 
-@given(st.binary(max_size=60), st.sampled_from(Purpose), st.booleans())
-def test_both_sides_with_the_same_secret_come_to_terms(secret: bytes, purpose: Purpose, lives: bool) -> None:
+@given(st.binary(max_size=60), st.sampled_from(Purpose), st.sampled_from(["", "10.0.0.2:7070"]))
+def test_both_sides_with_the_same_secret_come_to_terms(secret: bytes, purpose: Purpose, at: str) -> None:
     one = Handshake("w0", secret, NONCES[0], purpose)
-    other = called(secret, scheduler=lives)
+    other = called(secret, at=at)
     challenge = fed(other, one.begin())
     proof = fed(one, challenge)
     early = other.done
@@ -41,7 +41,7 @@ def test_both_sides_with_the_same_secret_come_to_terms(secret: bytes, purpose: P
     assert (early, one.done, other.done) == (False, True, True)
     assert (one.peer, other.peer) == ("s0", "w0")
     assert other.purpose is purpose
-    assert one.peer_is_scheduler is lives
+    assert one.scheduler == ("s0", at)
 
 
 @given(st.binary(max_size=40), st.binary(max_size=40))
@@ -59,7 +59,9 @@ def test_the_called_refuses_a_caller_with_another_secret() -> None:
     honest, other = caller(b"s"), called(b"s")
     stranger = caller(b"guess")
     fed(other, honest.begin())
-    sealed = stranger._seal(b"caller", trust.Hello(1, "w0", Purpose.BULK, NONCES[0]), "s0", NONCES[1])
+    sealed = stranger._seal(
+        b"caller", trust.Hello(trust.PROTOCOL, "w0", Purpose.BULK, NONCES[0], ""), "s0", NONCES[1]
+    )
     with pytest.raises(Refused, match="the secrets differ"):
         other.feed(msgspec.msgpack.encode(trust.Proof(sealed)))
     assert not other.done
@@ -109,9 +111,9 @@ def test_messages_out_of_turn_end_the_handshake() -> None:
     for side, body, what in (
         (called(), challenge, "Challenge"),
         (called(), msgspec.msgpack.encode(trust.Proof(b"x" * 32)), "Proof"),
-        (called(), msgspec.msgpack.encode(trust.Welcome(True)), "Welcome"),
+        (called(), msgspec.msgpack.encode(trust.Welcome("s0", "")), "Welcome"),
         (one, hello, "Hello"),
-        (one, msgspec.msgpack.encode(trust.Welcome(True)), "Welcome"),
+        (one, msgspec.msgpack.encode(trust.Welcome("s0", "")), "Welcome"),
         (other, hello, "Hello"),
     ):
         with pytest.raises(WireError, match=f"{what} out of turn"):
@@ -123,7 +125,7 @@ def test_nobody_is_welcomed_before_the_called_has_proved_itself() -> None:
     one = caller()
     one.begin()
     with pytest.raises(WireError):
-        one.feed(msgspec.msgpack.encode(trust.Welcome(False)))
+        one.feed(msgspec.msgpack.encode(trust.Welcome("s1", "10.0.0.2:7070")))
 
 
 def test_a_finished_handshake_takes_no_second_proof() -> None:
@@ -135,22 +137,22 @@ def test_a_finished_handshake_takes_no_second_proof() -> None:
 
 
 def test_another_protocol_is_refused_by_name_on_both_sides() -> None:
-    strange = msgspec.msgpack.encode(trust.Hello(99, "w0", Purpose.BULK, NONCES[0]))
-    with pytest.raises(Refused, match="protocol 99 is spoken there, 1 here"):
+    strange = msgspec.msgpack.encode(trust.Hello(99, "w0", Purpose.BULK, NONCES[0], ""))
+    with pytest.raises(Refused, match="protocol 99 is spoken there, 2 here"):
         called().feed(strange)
     one = caller()
     one.begin()
-    with pytest.raises(Refused, match="protocol 99 is spoken there, 1 here"):
+    with pytest.raises(Refused, match="protocol 99 is spoken there, 2 here"):
         one.feed(msgspec.msgpack.encode(trust.Challenge(99, "s0", NONCES[1], b"x" * 32)))
 
 
 def test_nonces_of_the_wrong_length_are_refused_on_both_sides() -> None:
     with pytest.raises(WireError, match="nonce"):
-        called().feed(msgspec.msgpack.encode(trust.Hello(1, "w0", Purpose.BULK, b"short")))
+        called().feed(msgspec.msgpack.encode(trust.Hello(trust.PROTOCOL, "w0", Purpose.BULK, b"short", "")))
     one = caller()
     one.begin()
     with pytest.raises(WireError, match="nonce"):
-        one.feed(msgspec.msgpack.encode(trust.Challenge(1, "s0", b"", b"x" * 32)))
+        one.feed(msgspec.msgpack.encode(trust.Challenge(trust.PROTOCOL, "s0", b"", b"x" * 32)))
 
 
 def test_a_refusal_is_passed_on_in_its_own_words() -> None:
@@ -170,7 +172,7 @@ def test_garbage_ends_in_a_wire_error_or_a_refusal(body: bytes) -> None:
 
 
 def test_a_name_that_is_no_text_is_a_wire_error() -> None:
-    body = msgspec.msgpack.encode(trust.Hello(1, "w0", Purpose.BULK, NONCES[0]))
+    body = msgspec.msgpack.encode(trust.Hello(trust.PROTOCOL, "w0", Purpose.BULK, NONCES[0], ""))
     with pytest.raises(WireError, match="not a handshake of ours"):
         called().feed(body.replace(b"w0", b"\xff\xff"))
 
@@ -181,3 +183,19 @@ def test_every_message_of_a_handshake_fits_its_limit() -> None:
     challenge = fed(other, hello)
     proof = fed(one, challenge)
     assert max(map(len, (hello, challenge, proof, fed(other, proof)))) < MAX_HANDSHAKE_BYTES
+
+
+def test_each_job_has_its_own_secret_and_an_unknown_job_is_refused_like_a_wrong_secret() -> None:
+    secrets = {"a": b"one", "b": b"two"}
+
+    def attempt(job: str, secret: bytes) -> Handshake:
+        one = Handshake("w0", secret, NONCES[0], Purpose.CONTROL, job=job)
+        other = Handshake("s", secrets.get, NONCES[1])
+        one.feed(fed(other, fed(one, fed(other, one.begin()))))
+        return other
+
+    assert attempt("a", b"one").job == "a"
+    assert attempt("b", b"two").done
+    for job, secret in (("a", b"two"), ("c", b"one"), ("c", b"")):
+        with pytest.raises(Refused, match="the secrets differ"):
+            attempt(job, secret)

@@ -7,6 +7,7 @@ lost one, never 2.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from mlfabric.client import Committed, Dropped, Outcome
 from mlfabric.data import ArrayData
 from mlfabric.errors import FabricError
 from mlfabric.eventlog import MemoryLog
-from mlfabric.messages import JobSettings
+from mlfabric.messages import MEMBER_ROLES, JobSettings
 from mlfabric.numerics import Vector
 from mlfabric.roles.actions import Note
 from mlfabric.rules import Sum
@@ -38,9 +39,10 @@ class LedgerRun:
     rates: tuple[float, ...] = (1e6, 2e6, 3e6)
     elements: int = 2000
     aggregate: bool = True
-    faults: tuple[
-        tuple[float, str, str], ...
-    ] = ()  # (seconds after the model is in place, "kill" or "stall", node)
+    # (seconds after the model is in place, a fault of `Simulation`, node, how long it lasts)
+    faults: tuple[tuple[Any, ...], ...] = ()
+    embed: bool = False  # the first worker's process schedules too
+    everywhere: bool = False  # every member may be used for everything, as under torchrun
     seconds: float = 60.0
     pull_each: bool = True
 
@@ -50,6 +52,9 @@ class LedgerRun:
     unanswered: set[str] = field(default_factory=set)
     failures: list[str] = field(default_factory=list)
     _done: set[str] = field(default_factory=set)
+    _struck: set[str] = field(default_factory=set)
+    _last_fault_ends: float = 0.0
+    ready_at: float = 0.0
 
     def run(self) -> LedgerRun:
         names = [f"w{i}" for i in range(self.workers)]
@@ -60,23 +65,30 @@ class LedgerRun:
         rates = [self.rates[i % len(self.rates)] for i in range(len(everybody))]
         network = Network.of(Host(n, r, r) for n, r in zip(everybody, rates, strict=True))
         self.sim = Simulation(network, log=self.log)
-        self.sim.add_scheduler("sched", "w0")
+        self.scheduler = "w0" if self.embed else "sched"
+        self.sim.add_scheduler(self.scheduler, "w0")
         self.nodes: dict[str, SimNode] = {}
         for name in everybody:
             roles = {"w": ("worker", "aggregator"), "a": ("aggregator",), "s": ("server", "replica")}
-            mine = roles.get(name[0], ("replica",))
-            self.nodes[name] = self.sim.add_node(name, name, "sched", mine, expected=len(everybody))
+            mine = MEMBER_ROLES if self.everywhere else roles.get(name[0], ("replica",))
+            self.nodes[name] = self.sim.add_node(name, name, self.scheduler, mine, expected=len(everybody))
         for index, name in enumerate(names):
             self.sim.spawn(self._work(index, self.nodes[name]), self.nodes[name])
         while self.sim.now < self.seconds and len(self._done) < self._living(names):
             self.sim.run(self.sim.now + 0.5)
-        self.sim.run(self.sim.now + 5.0)  # silence is noticed after three seconds
+        # Silence is noticed after three seconds at most, and who was paused comes back.
+        self.sim.run(max(self.sim.now, self._last_fault_ends) + 5.0)
         return self
 
     def _begin_faults(self) -> None:
+        if not self.ready_at:
+            self.ready_at = self.sim.now
         faults, self.faults = self.faults, ()
-        for at, what, name in faults:
-            self.sim.at(self.sim.now + at, lambda w=what, n=name: getattr(self.sim, w)(n))  # type: ignore[misc]
+        for at, what, name, *more in faults:
+            self._struck.add(name)
+            ends = self.sim.now + at + (more[0] if more else 0.0)
+            self._last_fault_ends = max(self._last_fault_ends, ends)
+            self.sim.at(self.sim.now + at, lambda w=what, n=name, m=more: getattr(self.sim, w)(n, *m))  # type: ignore[misc]
 
     def _living(self, names: list[str]) -> int:
         return sum(1 for name in names if self.nodes[name].alive or name in self._done)
@@ -140,7 +152,7 @@ class LedgerRun:
             for update, coordinate in self.offered.items():
                 value = weights[coordinate]
                 outcome = self.outcomes.get(update)
-                if outcome is None:
+                if outcome is None or self._nobody_left_to_tell(update):
                     assert value in (0.0, 1.0), f"{update}: {value}"
                 elif update in partly or (update in lost and self.shards > 1):
                     assert value in (0.0, 1.0), f"{update}: {value}"  # one shard has it, another lost it
@@ -150,6 +162,11 @@ class LedgerRun:
                     assert value == 1.0, f"{update} {outcome}: {value}"
             others = np.delete(weights, list(self.offered.values()))
             assert not others.any()
+
+    def _nobody_left_to_tell(self, update: str) -> bool:
+        """A dead worker's loss is told by the scheduler, unless that one had not seen it committed."""
+        node = self.nodes.get(update.split("#")[0])
+        return self.scheduler in self._struck and node is not None and not node.alive
 
     def notes(self, what: str) -> list[Note]:
         records = (record.record for record in self.log.records)

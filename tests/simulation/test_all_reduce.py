@@ -14,9 +14,9 @@ from mlfabric.topology import Host, Network
 
 
 def reduce_everywhere(
-    parts: list[Vector], lost_at_s: float | None = None
+    parts: list[Vector], lost_at_s: float | None = None, trouble: tuple[str, float] | None = None
 ) -> tuple[dict[int, Vector], dict[int, str]]:
-    """What each rank holds afterwards, or the error it got; rank 1 may be killed on the way."""
+    """What each rank holds afterwards, or the error it got; rank 1 may be killed or held up on the way."""
     count = len(parts)
     network = Network.of(Host(f"w{i}", 1e6, 1e6) for i in range(count))
     sim = Simulation(network)
@@ -39,6 +39,9 @@ def reduce_everywhere(
         sim.spawn(work(rank, node), node)
     if lost_at_s is not None:
         sim.at(lost_at_s, lambda: sim.kill("w1"))
+    if trouble is not None:
+        what, at_s = trouble
+        sim.at(at_s, lambda: getattr(sim, what)("w1", 0.3))
     sim.run(60)
     return held, errors
 
@@ -66,3 +69,13 @@ def test_a_lost_rank_is_an_error_for_those_who_needed_it(at_ms: int) -> None:
         assert (held[rank] == 6.0).all()
     assert errors, "the sum took longer than that"
     assert all("w1" in sentence for rank, sentence in errors.items() if rank in survivors)
+
+
+@pytest.mark.parametrize("trouble", ["cut", "pause"])
+def test_a_short_trouble_only_delays_the_sum(trouble: str) -> None:
+    """TCP sends again what a pulled cable or a stopped process held up."""
+    parts = [np.full(40_000, float(rank), np.float32) for rank in range(4)]
+    held, errors = reduce_everywhere(parts, trouble=(trouble, 0.06))
+    assert not errors
+    assert all((array == 6.0).all() for array in held.values())
+    assert len(held) == 4

@@ -24,7 +24,7 @@ from mlfabric.roles.scheduler import Scheduler
 def test_scheduler_believes_learned_rates_but_no_nonsense(
     learned: RatesLearned, believed: tuple[float, float]
 ) -> None:
-    scheduler = Scheduler(SchedulerSettings("sched", 3.0))
+    scheduler = Scheduler(SchedulerSettings("sched"))
     member = MemberInfo("w0", "h0", "", ("worker",), 10.0, 10.0, "job", None)
     scheduler.handle(MessageReceived("w0", Join(member, 1)), 0.0)
     scheduler.handle(MessageReceived("w0", learned), 0.1)

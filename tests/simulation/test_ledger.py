@@ -6,6 +6,8 @@ import random
 
 import pytest
 
+from mlfabric.events import LogRecord
+from mlfabric.roles.actions import Note
 from tests.simulation.ledger import LedgerRun
 
 
@@ -60,3 +62,93 @@ def random_faults(seed: int) -> LedgerRun:
 @pytest.mark.parametrize("seed", range(60))
 def test_the_ledger_holds_through_random_faults(seed: int) -> None:
     random_faults(seed).run().check_everything()
+
+
+def random_succession(seed: int) -> LedgerRun:
+    """The scheduler is struck, alone or with others: killed, stopped, paused, or its cable cut."""
+    rng = random.Random(seed)
+    workers = rng.randint(2, 6)
+    embed = rng.random() < 0.5
+    scheduler = "w0" if embed else "sched"
+    others = [f"w{i}" for i in range(1 if embed else 0, workers)] + ["a0", "a1", "s0", "r0"]
+    victims = [scheduler, *rng.sample(others, rng.choice([0, 0, 1, 1, 2]))]
+    faults: list[tuple[object, ...]] = []
+    for victim in victims:
+        what = rng.choice(["kill", "kill", "stall", "pause", "cut", "cut"])
+        at = rng.uniform(0.0, 1.5)
+        lasts = rng.choice([0.3, 0.9, 1.5, 4.0, 8.0])
+        more = {"pause": (lasts,), "cut": (lasts, rng.random() < 0.5)}.get(what, ())
+        faults.append((at, what, victim, *more))
+    if "s0" in victims and "r0" in victims:
+        faults = [fault for fault in faults if fault[2] != "r0"]
+    return LedgerRun(
+        workers=workers,
+        steps=rng.randint(2, 8),
+        shards=rng.choice([1, 1, 2]),
+        divergence=rng.choice([0.0, 0.1, 0.5]),
+        max_delay=rng.choice([None, 2, workers]),
+        compute_s=rng.choice([0.0, 0.05, 0.3]),
+        rates=rng.choice([(1e6,), (2e5, 1e6, 2e6), (1e5,)]),
+        faults=tuple(faults),
+        embed=embed,
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_ledger_holds_while_the_scheduler_is_struck(seed: int) -> None:
+    random_succession(seed).run().check_everything()
+
+
+@pytest.mark.parametrize("how", [("kill",), ("stall",), ("pause", 8.0), ("cut", 8.0, True)])
+def test_rank_0_lost_is_made_good_within_three_seconds(how: tuple[object, ...]) -> None:
+    """Its process schedules, leads the only shard and works: succession, then fail-over."""
+    run = LedgerRun(
+        workers=4,
+        steps=40,
+        servers=0,
+        aggregators=0,
+        replicas=0,
+        rates=(3e6, 1e6, 1e6, 1e6),  # the best linked leads
+        faults=((0.5, how[0], "w0", *how[1:]),),
+        embed=True,
+        everywhere=True,
+    )
+    run.run().check_everything()
+    over = next(r.at_s for r in run.log.records if _says(r, "failed-over"))
+    assert over - (run.ready_at + 0.5) < 3.0
+    after = [
+        r.at_s for r in run.log.records if r.node != "w0" and r.type == "ResolveUpdate" and r.at_s > over
+    ]
+    assert len(after) > 60  # the others went on
+
+
+def _says(record: LogRecord, what: str) -> bool:
+    return isinstance(record.record, Note) and record.record.what == what
+
+
+@pytest.mark.parametrize("divergence", [None, 0.0, 0.5])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_drained_server_hands_its_shards_on_and_nothing_is_lost(
+    divergence: float | None, shards: int
+) -> None:
+    run = LedgerRun(steps=20, shards=shards, divergence=divergence, faults=((0.3, "drain", "s0"),)).run()
+    run.check_everything()
+    assert not run.lost()
+    assert all(run.leader(shard).name != "s0" for shard in range(shards))
+    assert run.nodes["s0"].client.gone.is_set()
+    assert len(run.committed()) == 80
+
+
+def test_a_drained_replica_and_a_drained_aggregator_are_replaced_first() -> None:
+    run = LedgerRun(steps=20, faults=((0.2, "drain", "r0"), (0.3, "drain", "a0"))).run()
+    run.check_everything()
+    assert {run.nodes[name].client.gone.is_set() for name in ("r0", "a0")} == {True}
+    assert not run.notes("bound-suspended")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_ledger_holds_while_hosts_drain_and_others_are_struck(seed: int) -> None:
+    run = random_faults(seed)
+    rng = random.Random(seed)
+    run.faults = (*run.faults, (rng.uniform(0.0, 1.0), "drain", rng.choice(["s0", "r1", "a1"])))
+    run.run().check_everything()

@@ -153,6 +153,25 @@ class StartRole(Action, frozen=True):
     settings: Any
 
 
+class StopRole(Action, frozen=True):
+    """End a role on this node."""
+
+    role: str
+
+
+class FollowScheduler(Action, frozen=True):
+    """From now on this node takes orders from there; its roles tell it what they hold."""
+
+    scheduler: str
+    term: int
+
+
+class RenewLease(Action, frozen=True):
+    """The shards led here may acknowledge until then."""
+
+    until_s: float
+
+
 class ResolveJoin(Action, frozen=True):
     label: str
     error: str | None = None
@@ -228,6 +247,12 @@ class FailJob(Action, frozen=True):
     reason: str
 
 
+class RefuseNew(Action, frozen=True):
+    """New calls end with this sentence; what is pending goes on."""
+
+    reason: str
+
+
 class Note(Action, frozen=True):
     """A decision worth telling, with its reason; it changes nothing outside the log."""
 
@@ -263,12 +288,16 @@ class MemberSettings(msgspec.Struct, frozen=True):
     member: MemberInfo
     scheduler: str
     expected: int = 0
-    heartbeat_s: float = 0.5
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True):
+    """How a scheduler begins: the first with nothing, a later one with those it waits to hear from."""
+
     node: str
-    silence_s: float = 3.0  # a node not heard of for so long is lost
+    term: int = 0
+    serial: int = 0
+    awaited: tuple[str, ...] = ()
+    wait_s: float = 0.0
 
 
 class ReplicaSettings(msgspec.Struct, frozen=True):

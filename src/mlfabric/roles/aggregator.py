@@ -14,6 +14,7 @@ from mlfabric.events import (
     DeadlinePassed,
     Event,
     MessageReceived,
+    SchedulerChanged,
     TransferArriving,
     TransferFailed,
     TransferFinished,
@@ -24,6 +25,7 @@ from mlfabric.roles.actions import (
     AcceptTransfer,
     Action,
     AddInto,
+    CancelTransfer,
     FreeBuffer,
     Note,
     RefuseTransfer,
@@ -80,6 +82,8 @@ class Aggregator:
                 return self._excuse(request)
             case MessageReceived(message=LeaderChanged() as change):
                 return self._discard_older(change)
+            case SchedulerChanged():
+                return self._discard_all()
             case DeadlinePassed():
                 due = [name for name, gathering in self._groups.items() if gathering.deadline <= now]
                 return [action for name in due for action in self._forward(name, "the time to wait was up")]
@@ -167,7 +171,7 @@ class Aggregator:
                 node=order.server,
                 role=f"server.{order.shard}",
                 buffer=_sum_buffer(group),
-                about=Aggregate(group, order.shard, order.epoch, members, weight),
+                about=Aggregate(group, order.shard, order.epoch, members, weight, order.term),
                 rate_bytes_per_s=order.rate_bytes_per_s,
             ),
         ]
@@ -194,6 +198,19 @@ class Aggregator:
                 del self._groups[name]
                 self._close(name)
                 actions.append(FreeBuffer(_sum_buffer(name)))
+        return actions
+
+    def _discard_all(self) -> list[Action]:
+        """Whoever grouped these schedules no more; their workers offer them again."""
+        actions: list[Action] = []
+        for name in list(self._groups):
+            del self._groups[name]
+            self._close(name)
+            actions.append(FreeBuffer(_sum_buffer(name)))
+        for transfer, (order, _) in self._forwarding.items():
+            actions.append(CancelTransfer(transfer, "the scheduler changed"))
+            actions.append(FreeBuffer(_sum_buffer(order.group)))
+        self._forwarding.clear()
         return actions
 
     def _close(self, group: str) -> None:

@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mlfabric.messages import GroupFailed, GroupFormed, GroupPending, GroupWanted, SharesPlanned
+from mlfabric.messages import (
+    GroupFailed,
+    GroupFormed,
+    GroupHeld,
+    GroupPending,
+    GroupWanted,
+    SharesPlanned,
+)
 from mlfabric.plan.groups import GroupPlan, plan_group, predicted_time
 from mlfabric.roles.actions import Action, Note, Send
 from mlfabric.topology import Network
@@ -88,6 +95,25 @@ class Groups:
         if not missing and not named and absent:
             return (f"{absent} workers that have not joined",)
         return missing
+
+    def held(self, message: GroupHeld, hosts: Mapping[str, str]) -> None:
+        """A member of a group that an earlier scheduler formed: from now on it is ours to plan for."""
+        self._count = max(self._count, message.number)
+        known = self._formed.get(message.number)
+        shares = message.shares
+        if any(node not in hosts for node in message.nodes) or (known and known.plans >= shares.plan):
+            return  # others will tell once all are here
+        plan = GroupPlan(
+            shares.reduces,
+            shares.broadcasts,
+            shares.gathers,
+            shares.domains,
+            shares.chunk_bytes,
+            shares.predicted_s,
+            shares.reason,
+        )
+        places = tuple(hosts[node] for node in message.nodes)
+        self._formed[message.number] = _Formed(message.name, message.nodes, places, plan, shares.plan)
 
     def rates_changed(self, now: float) -> None:
         """Plan again soon: when a link changes, others are learned anew a moment later."""

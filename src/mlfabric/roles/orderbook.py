@@ -6,6 +6,7 @@ come late, refuse, or die. It belongs to the scheduler and sees no bytes.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ from mlfabric.messages import (
     GatherGroup,
     Grant,
     JobSettings,
+    JudgeUpdate,
     LeaveOut,
     LeftOut,
     MemberInfo,
@@ -53,6 +55,8 @@ BATCH_S = 0.002
 # How much longer than planned a group may gather and an update may stay away before it is given up.
 PATIENCE = 2.0
 PATIENCE_S = 1.0
+# A new scheduler does not know how far the last one numbered: each term has numbers of its own.
+NUMBERS_PER_TERM = 2**40
 
 
 @dataclass(slots=True)
@@ -73,6 +77,7 @@ class _Waiting:
     worker: str  # node
     arrival: int
     since: float
+    judging: set[int] | None = None  # shards that have yet to say that they lack it; None: not asked
 
 
 @dataclass(slots=True)
@@ -122,28 +127,32 @@ class _Withdrawal:
 
     update: str | None  # of a single update; a group's members are offered again by themselves
     why: str
-    asked: frozenset[int]
+    asked: set[int]
     ask: set[int]  # have not answered yet
     drop: bool  # tell the worker that it is dropped
     refused: set[int] = field(default_factory=set)
 
 
 class OrderBook:
-    def __init__(self, job: str, settings: JobSettings, elements: int) -> None:
+    def __init__(
+        self, job: str, settings: JobSettings, elements: int, term: int = 0, first_number: int = 0
+    ) -> None:
         self.job = job
+        self._term = term
         self.settings = settings
         self.shards: dict[int, ShardBook] = {}
         self._elements = elements
         self._waiting: dict[str, _Waiting] = {}
         self._granted: dict[str, _Granted] = {}
         self._groups: dict[str, _Gathering] = {}
-        self._withdrawals: dict[int, _Withdrawal] = {}
+        self._withdrawals: dict[tuple[int, int], _Withdrawal] = {}  # by number and shard
         self._leaving: dict[tuple[int, str], int] = {}  # (shard, update) -> slot; may still be applied
         self._drops_in_row: dict[str, int] = {}
-        self._next_number = 0
-        self._next_group = 0
+        self._next_number = max(term * NUMBERS_PER_TERM, first_number)
+        self._next_group = first_number  # no fewer than there were groups; their names are not used twice
         self._arrivals = 0
         self.plan_at: float | None = None
+        self.recent: deque[tuple[float, int]] = deque(maxlen=1000)  # (when, updates applied), of any shard
         self.counts = {"offers": 0, "granted": 0, "dropped": 0, "dropped_late": 0, "grouped": 0, "again": 0}
 
     # --- offers and outcomes ----------------------------------------------------------------------------
@@ -168,6 +177,7 @@ class OrderBook:
         if report.epoch != book.range.epoch:
             return []
         book.version = max(book.version, report.version)
+        self.recent.append((now, len(report.updates)))
         held = report.replica_version if report.replica_version is not None else report.version
         book.undurable.update(dict.fromkeys(report.updates, report.version))
         book.undurable = {update: at for update, at in book.undurable.items() if at > held}
@@ -181,6 +191,8 @@ class OrderBook:
             if waiting is not None:  # offered again, and came by its first way after all
                 rest = tuple(index for index in waiting.offer.shards if index != report.shard)
                 waiting.offer = msgspec.structs.replace(waiting.offer, shards=rest)
+                if waiting.judging is not None:
+                    waiting.judging.discard(report.shard)
                 if not rest:
                     del self._waiting[update]
         self._plan_soon(now)
@@ -262,7 +274,11 @@ class OrderBook:
     def _decidable(self) -> list[_Waiting]:
         """What waits, but for updates whose first way may still lead to the model: nobody decides twice."""
         undecided = {update for _, update in self._leaving}
-        return [waiting for update, waiting in self._waiting.items() if update not in undecided]
+        return [
+            waiting
+            for update, waiting in self._waiting.items()
+            if update not in undecided and not waiting.judging
+        ]
 
     def _situation(
         self, network: Network, members: Mapping[str, MemberInfo], workers: int, bound: int | None
@@ -313,13 +329,34 @@ class OrderBook:
         return state, offers
 
     def _drop(self, update: str, reason: str) -> list[Action]:
-        waiting = self._waiting.pop(update)
+        waiting = self._waiting[update]
+        if waiting.offer.again and waiting.judging is None:
+            return self._judge(waiting)
+        del self._waiting[update]
         self.counts["dropped"] += 1
         self._drops_in_row[waiting.worker] = self._drops_in_row.get(waiting.worker, 0) + 1
         return [
             Note("dropped", reason, (update,)),
             Send(waiting.worker, "worker", DropUpdate(update, reason)),
         ]
+
+    def _judge(self, waiting: _Waiting) -> list[Action]:
+        """An update offered again after a fault may be in the model, its acknowledgement lost: ask first."""
+        waiting.judging = set(waiting.offer.shards)
+        return [
+            Send(
+                self.shards[index].range.leader,
+                f"server.{index}",
+                JudgeUpdate(index, self._member(waiting, index)),
+            )
+            for index in waiting.offer.shards
+        ]
+
+    def not_applied(self, shard: int, update: str, now: float) -> None:
+        waiting = self._waiting.get(update)
+        if waiting is not None and waiting.judging is not None:
+            waiting.judging.discard(shard)
+            self._plan_soon(now)
 
     def _release(
         self,
@@ -360,7 +397,16 @@ class OrderBook:
                 epoch = self.shards[part.shard].range.epoch
                 wait = max(part.start_s - now, 0.0)
                 routes.append(
-                    PartRoute(part.shard, node, role, min(part.rate_bytes_per_s, MAX_RATE), wait, epoch, name)
+                    PartRoute(
+                        shard=part.shard,
+                        node=node,
+                        role=role,
+                        rate_bytes_per_s=min(part.rate_bytes_per_s, MAX_RATE),
+                        start_in_s=wait,
+                        epoch=epoch,
+                        group=name,
+                        term=self._term,
+                    )
                 )
             self._granted[placed.update] = granted
             grants += [
@@ -392,7 +438,7 @@ class OrderBook:
             node = node_on(group.aggregator, members, member.worker)
             server = members[self.shards[group.shard].range.leader].host
             gathered.book = _Gathering(
-                group=f"{self.job}.g{self._next_group}",
+                group=self._group_name(),
                 aggregator=node,
                 shard=group.shard,
                 slot=number,
@@ -405,6 +451,10 @@ class OrderBook:
         gathered.members.append(member)
         gathered.book.members.add(member.update)
         return gathered.book
+
+    def _group_name(self) -> str:
+        term = f".t{self._term}" if self._term else ""
+        return f"{self.job}{term}.g{self._next_group}"
 
     def _gather_orders(self, gathered: Mapping[str, _Gathered], now: float) -> list[Action]:
         actions: list[Action] = []
@@ -421,6 +471,7 @@ class OrderBook:
                 rate_bytes_per_s=min(group.rate_bytes_per_s, MAX_RATE),
                 forward_in_s=(group.ready_s - now) * 1.5 + PATIENCE_S / 2,
                 reason=group.reason,
+                term=self._term,
             )
             updates = tuple(member.update for member in entry.members)
             actions += [
@@ -466,7 +517,8 @@ class OrderBook:
                 finish = now + size / rate
                 reserved = Reserved(source, target, size, rate)
                 granted.parts[index] = _GrantedPart(index, number, None, reserved, finish)
-                routes.append(PartRoute(index, book.leader, f"server.{index}", rate, 0.0, book.epoch))
+                role = f"server.{index}"
+                routes.append(PartRoute(index, book.leader, role, rate, 0.0, book.epoch, None, self._term))
                 slot = Slot(number, (self._member(waiting, index),), None, PATIENCE_S)
                 message = Sequence(index, book.epoch, (slot,), bound)
                 actions.append(Send(book.leader, f"server.{index}", message))
@@ -498,15 +550,23 @@ class OrderBook:
     def _ask_withdrawal(
         self, number: int, update: str | None, why: str, shards: set[int], drop: bool
     ) -> list[Action]:
-        self._withdrawals[number] = _Withdrawal(update, why, frozenset(shards), set(shards), drop)
+        withdrawal = _Withdrawal(update, why, set(shards), set(shards), drop)
+        for index in shards:
+            earlier = self._withdrawals.get((number, index))
+            if earlier is not None:  # what it still waits for is settled with this one
+                withdrawal.asked |= earlier.asked
+                withdrawal.ask |= earlier.ask
+                withdrawal.refused |= earlier.refused - shards
+        for index in withdrawal.ask:
+            self._withdrawals[number, index] = withdrawal
         return [
             Send(self.shards[index].range.leader, f"server.{index}", WithdrawSlot(number, why))
             for index in sorted(shards)
         ]
 
     def withdrawn(self, answer: SlotWithdrawn, now: float) -> list[Action]:
-        withdrawal = self._withdrawals.get(answer.number)
-        if withdrawal is None or answer.shard not in withdrawal.ask:
+        withdrawal = self._withdrawals.pop((answer.number, answer.shard), None)
+        if withdrawal is None:
             return []
         withdrawal.ask.discard(answer.shard)
         if not answer.withdrawn:
@@ -518,7 +578,6 @@ class OrderBook:
             self._plan_soon(now)
         if withdrawal.ask:
             return []
-        del self._withdrawals[answer.number]
         update = withdrawal.update
         dropped = not withdrawal.refused
         final = withdrawal.drop and dropped
@@ -551,12 +610,14 @@ class OrderBook:
         return actions
 
     def slot_late(self, message: SlotLate) -> list[Action]:
-        under_way = self._withdrawals.get(message.number)
-        if under_way is not None:
-            if message.shard in under_way.asked:
-                return []
-            under_way.asked |= {message.shard}
+        asked = [w for (number, _), w in self._withdrawals.items() if number == message.number]
+        if any(message.shard in withdrawal.asked for withdrawal in asked):
+            return []
+        under_way = next((withdrawal for withdrawal in asked if withdrawal.drop), None)
+        if under_way is not None:  # an update is dropped everywhere or nowhere
+            under_way.asked.add(message.shard)
             under_way.ask.add(message.shard)
+            self._withdrawals[message.number, message.shard] = under_way
             range_ = self.shards[message.shard].range
             return [
                 Send(range_.leader, f"server.{message.shard}", WithdrawSlot(message.number, under_way.why))
@@ -626,8 +687,31 @@ class OrderBook:
         for granted in list(self._granted.values()):
             if shard in granted.parts:
                 self._finish_part(granted, shard)
-        self._withdrawals = {n: w for n, w in self._withdrawals.items() if shard not in w.ask}
+        self._withdrawals = {key: w for key, w in self._withdrawals.items() if shard not in w.ask}
         self._leaving = {key: slot for key, slot in self._leaving.items() if key[0] != shard}
+
+    def is_idle(self, shard: int) -> bool:
+        """Whether nothing is on its way to this shard."""
+        return not (
+            any(shard in granted.parts for granted in self._granted.values())
+            or any(gathering.shard == shard for gathering in self._groups.values())
+            or any(index == shard for index, _ in self._leaving)
+        )
+
+    def has_open(self, worker: str) -> bool:
+        """Whether updates of this node, or sums it makes, are without an outcome."""
+        return (
+            any(waiting.worker == worker for waiting in self._waiting.values())
+            or any(granted.worker == worker for granted in self._granted.values())
+            or any(gathering.aggregator == worker for gathering in self._groups.values())
+        )
+
+    def open_counts(self) -> tuple[int, int]:
+        """(updates that wait, updates on their way)."""
+        return len(self._waiting), len(self._granted)
+
+    def next_number(self) -> int:
+        return self._next_number
 
     def last_number(self) -> int:
         return self._next_number - 1

@@ -8,8 +8,16 @@ from __future__ import annotations
 
 import msgspec
 
-from mlfabric.events import Event, GroupRequested, MessageReceived
-from mlfabric.messages import GroupFailed, GroupFormed, GroupPending, GroupWanted, JobFailed, SharesPlanned
+from mlfabric.events import Event, GroupRequested, MessageReceived, SchedulerChanged
+from mlfabric.messages import (
+    GroupFailed,
+    GroupFormed,
+    GroupHeld,
+    GroupPending,
+    GroupWanted,
+    JobFailed,
+    SharesPlanned,
+)
 from mlfabric.roles.actions import (
     Action,
     AdoptShares,
@@ -31,22 +39,32 @@ class Participant:
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._waiting: dict[str, GroupRequested] = {}
-        self._formed: set[int] = set()
+        self._formed: dict[int, GroupFormed] = {}
+        self._shares: dict[int, SharesPlanned] = {}
         self._plans = 0
 
     def handle(self, event: Event, now: float) -> list[Action]:
         match event:
             case GroupRequested(name=name, nodes=nodes):
                 self._waiting[name] = event
-                return [Send(self._settings.scheduler, "scheduler", GroupWanted(name, nodes))]
+                return [self._tell(GroupWanted(name, nodes))]
+            case SchedulerChanged():
+                return [
+                    *(self._tell(GroupWanted(name, event.nodes)) for name, event in self._waiting.items()),
+                    *(self._tell(self._held(number)) for number in self._shares),
+                ]
             case MessageReceived(message=GroupPending(name=name, missing=missing)) if name in self._waiting:
                 return [GroupWaits(name, missing)]
-            case MessageReceived(message=GroupFormed(number=number, name=name, nodes=nodes)):
+            case MessageReceived(message=GroupFormed(number=number, name=name, nodes=nodes) as formed):
                 if self._waiting.pop(name, None) is None:
                     return []
-                self._formed.add(number)
+                for older in [each.number for each in self._formed.values() if each.name == name]:
+                    del self._formed[older]
+                    self._shares.pop(older, None)
+                self._formed[number] = formed
                 return [FormGroup(number, name, nodes), ResolveGroup(name, number, nodes)]
             case MessageReceived(message=SharesPlanned() as shares) if shares.group in self._formed:
+                self._shares[shares.group] = shares
                 self._plans += 1
                 return [AdoptShares(shares)]
             case MessageReceived(message=GroupFailed(name=name, reason=reason)):
@@ -54,6 +72,13 @@ class Participant:
             case MessageReceived(message=JobFailed(reason=reason)):
                 return [action for name in list(self._waiting) for action in self._fail(name, reason)]
         return []
+
+    def _tell(self, message: GroupWanted | GroupHeld) -> Send:
+        return Send(self._settings.scheduler, "scheduler", message)
+
+    def _held(self, number: int) -> GroupHeld:
+        formed = self._formed[number]
+        return GroupHeld(number, formed.name, formed.nodes, self._shares[number])
 
     def _fail(self, name: str, reason: str) -> list[Action]:
         return [ResolveGroup(name, 0, (), reason)] if self._waiting.pop(name, None) else []

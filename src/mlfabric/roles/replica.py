@@ -7,8 +7,15 @@ from __future__ import annotations
 
 import msgspec
 
-from mlfabric.events import Event, MessageReceived, TransferArriving, TransferFailed, TransferFinished
-from mlfabric.messages import AppliedIds, Promote, Promoted, ReplicaHas, ReplicaPart, Version
+from mlfabric.events import (
+    Event,
+    MessageReceived,
+    SchedulerChanged,
+    TransferArriving,
+    TransferFailed,
+    TransferFinished,
+)
+from mlfabric.messages import AppliedIds, Promote, Promoted, ReplicaHas, ReplicaPart, ReplicaReport, Version
 from mlfabric.roles.actions import (
     AcceptTransfer,
     Action,
@@ -57,7 +64,15 @@ class Replica:
                 return [FreeBuffer(self._arriving.pop(transfer)[0])]
             case MessageReceived(message=Promote() as promote):
                 return self._promote(promote)
+            case SchedulerChanged() if not self._promoted:
+                report = ReplicaReport(
+                    self._settings.shard.index, self._epoch, self._version, self._state_version
+                )
+                return [Send(self._settings.scheduler, "scheduler", report)]
         return []
+
+    def end(self) -> list[Action]:
+        return [FreeBuffer(buffer) for buffer, _, _ in self._arriving.values()]
 
     def _arrive(self, event: TransferArriving, about: ReplicaPart) -> list[Action]:
         if self._promoted or about.epoch < self._epoch or about.version < self._version:

@@ -49,6 +49,14 @@ class ReplicaLink:
         self.retry_at: float | None = None
 
     @property
+    def node(self) -> str | None:
+        return self._node
+
+    def waits_for(self, node: str) -> bool:
+        """Whether a message is under way to this node; with its connection its answer is lost too."""
+        return self._under_way is not None and self._node == node
+
+    @property
     def filled(self) -> bool:
         return self._node is not None and self._held >= 0
 
@@ -60,6 +68,9 @@ class ReplicaLink:
 
     def is_level(self, version: int) -> bool:
         return self.filled and self._held >= version and self._under_way is None
+
+    def has_everything(self, version: int) -> bool:
+        return self.is_level(version) and self._state_held >= version
 
     def durable_version(self) -> Version | None:
         if self._node is None:
@@ -91,7 +102,8 @@ class ReplicaLink:
         self, version: int, applied: AppliedIds, reason: str, rate: float | None, ahead: bool
     ) -> list[Action]:
         """Bring the replica to this version, unless a message is under way or it is there already."""
-        if self._node is None or self._under_way is not None or (self._held >= version and not ahead):
+        there = self._held >= version and (rate is None or self._state_held >= version)
+        if self._node is None or self._under_way is not None or (there and not ahead):
             return []
         self._sent += 1
         self.retry_at = None

@@ -14,7 +14,10 @@ import msgspec
 from mlfabric.events import (
     DeadlinePassed,
     Event,
+    LeaseRenewed,
     MessageReceived,
+    PeerLost,
+    SchedulerChanged,
     StepMeasured,
     TransferArriving,
     TransferFailed,
@@ -27,8 +30,11 @@ from mlfabric.messages import (
     ControlMessage,
     DurableWanted,
     InitialPart,
+    JudgeUpdate,
+    LeadYielded,
     LeftOut,
     MemberUpdate,
+    NotApplied,
     PullServed,
     ReplicaAssigned,
     ReplicaHas,
@@ -37,6 +43,7 @@ from mlfabric.messages import (
     ServePull,
     SettleSlot,
     ShardReady,
+    ShardReport,
     Slot,
     SlotLate,
     SlotWithdrawn,
@@ -45,6 +52,7 @@ from mlfabric.messages import (
     UpdateRefused,
     Version,
     WithdrawSlot,
+    YieldLead,
     count_at,
 )
 from mlfabric.roles.actions import (
@@ -62,6 +70,7 @@ from mlfabric.roles.actions import (
     ServerSettings,
 )
 from mlfabric.roles.applied import AppliedSet
+from mlfabric.roles.release import MAX_RATE
 from mlfabric.roles.replication import ReplicaLink
 from mlfabric.roles.serving import Serving
 
@@ -132,6 +141,10 @@ class Server:
         self._divergence = 0.0
         self._largest_delay = 0
         self._within_bound = True
+        self._term = 0
+        self._lease_until: float | None = None  # none: it has never been limited
+        self._yielding = False  # the lead moves to the replica once that holds everything
+        self._fenced = False  # a step waits because nobody says that we still lead
 
     def begin(self) -> list[Action]:
         if self._settings.promoted:
@@ -156,6 +169,12 @@ class Server:
                 return self._failed(transfer, reason, now)
             case StepMeasured():
                 return self._measured(event, now)
+            case LeaseRenewed(until_s=until):
+                return self._lease_renewed(until, now)
+            case SchedulerChanged(term=term):
+                return self._scheduler_changed(term)
+            case PeerLost(node=node) if self._link.waits_for(node):
+                return self._link.broke(now)
             case DeadlinePassed():
                 for place in self._places.values():
                     place.overdue = place.overdue or now >= place.lease_until
@@ -170,13 +189,21 @@ class Server:
                 return self._withdraw(number, reason)
             case SettleSlot():
                 return self._settle(message, now)
+            case JudgeUpdate(member=member):
+                if member.update in self._applied:
+                    return self._acknowledge_again(member)
+                return [self._tell(NotApplied(self._shard, member.update))]
             case ServePull():
                 self._serving.wanted.append(message)
                 return self._serve_pulls()
             case Replicate(rate_bytes_per_s=rate, reason=reason):
                 return self._replicate(reason, now, rate=rate)
             case ReplicaAssigned():
+                self._yielding = False
                 return self._replica_assigned(message, now)
+            case YieldLead():
+                self._yielding = True
+                return self._yield_lead(now)
         return []
 
     def _tell(self, message: ControlMessage) -> Send:
@@ -190,7 +217,7 @@ class Server:
                 self._initial[event.transfer] = about
                 return [AcceptTransfer(event.transfer, f"initial/{self._shard}")]
             case UpdatePart() as about:
-                refusal = self._refusal(about.epoch, about.update)
+                refusal = self._refusal(about.epoch, about.term, about.update)
                 if about.update in self._applied:
                     refusal = f"{about.update} is already applied"
                 if refusal:
@@ -201,7 +228,7 @@ class Server:
         return [RefuseTransfer(event.transfer, "a server takes updates and sums of them only")]
 
     def _arrive_aggregate(self, event: TransferArriving, about: Aggregate) -> list[Action]:
-        refusal = self._refusal(about.epoch, about.group)
+        refusal = self._refusal(about.epoch, about.term, about.group)
         if refusal:
             return [RefuseTransfer(event.transfer, refusal)]
         if any(member.update in self._applied for member in about.members):
@@ -222,9 +249,11 @@ class Server:
             actions.append(self._tell(LeftOut(group, self._shard, rest, reason)))
         return [*actions, *self._free_parcel(group)]
 
-    def _refusal(self, epoch: int, key: str) -> str | None:
+    def _refusal(self, epoch: int, term: int, key: str) -> str | None:
         if epoch != self._epoch:
             return f"meant for epoch {epoch}, this is {self._epoch}"
+        if term < self._term:
+            return f"granted in term {term}, this is {self._term}"
         if key in self._withdrawn:
             return f"{key} was given up"
         held = self._parcels.get(key)
@@ -428,6 +457,8 @@ class Server:
         return [note, *self._replicate(reason, now)]
 
     def _commit(self, now: float) -> list[Action]:
+        if self._lease_until is not None and now >= self._lease_until:
+            return self._hold_back(now)
         staged, self._staged = self._staged, None
         assert staged is not None
         self._divergence = staged.divergence
@@ -460,6 +491,55 @@ class Server:
                 del self._places[number]
                 actions += self._acknowledge_again(place.slot.members[0])
         return actions
+
+    # --- the scheduler ----------------------------------------------------------------------------------
+
+    def _hold_back(self, now: float) -> list[Action]:
+        """Somebody else may lead this shard by now: nothing is acknowledged until we hear that none does."""
+        if self._fenced:
+            return []
+        self._fenced = True
+        assert self._staged is not None
+        assert self._lease_until is not None
+        silent = now - self._lease_until
+        reason = f"no word from a scheduler, the lease ended {silent:.1f} s ago"
+        return [Note("fenced", reason, _names(self._staged.members), loud=True)]
+
+    def _lease_renewed(self, until: float, now: float) -> list[Action]:
+        self._lease_until = until
+        if not self._fenced or now >= until:
+            return []
+        self._fenced = False
+        if self._staged is None:
+            return []
+        return [MeasureStep(self._shard, "", self._staged.parcel.weight, len(self._staged.members))]
+
+    def _scheduler_changed(self, term: int) -> list[Action]:
+        """What the last scheduler granted is forgotten, but for the step that is staged; workers offer the
+        rest again. So every update has one way to the model, and the new scheduler knows which."""
+        self._term = term
+        staged = self._staged.parcel if self._staged is not None else None
+        actions: list[Action] = []
+        for key, parcel in list(self._parcels.items()):
+            if parcel is not staged:
+                actions += self._free_parcel(key)
+                self._parcels.pop(key, None)
+        self._places.clear()
+        self._serving.wanted.clear()
+        if not self._filled:
+            return actions
+        report = ShardReport(
+            shard=self._settings.shard,
+            version=self._version,
+            applied=self._applied.frozen(),
+            fail_overs=self._settings.fail_overs,
+            replica=self._link.node,
+            replica_version=self._link.acknowledged_version(),
+        )
+        return [*actions, self._tell(report)]
+
+    def end(self) -> list[Action]:
+        return [FreeBuffer(parcel.buffer) for parcel in self._parcels.values()]
 
     # --- giving up on late ones -------------------------------------------------------------------------
 
@@ -536,6 +616,8 @@ class Server:
         actions, ahead = self._link.acknowledged(sender, message)
         if first and self._link.filled:
             actions.append(self._tell(ShardReady(self._shard, self._epoch, replica_filled=True)))
+        if self._yielding and self._staged is None:
+            return [*actions, *self._yield_lead(now)]
         if ahead:
             staged = self._staged
             assert staged is not None
@@ -561,6 +643,12 @@ class Server:
         if answer:
             return answer
         return self._replicate("a worker waits for durability", now)
+
+    def _yield_lead(self, now: float) -> list[Action]:
+        """The scheduler lets nothing come in meanwhile, so level means level for good."""
+        if self._staged is None and self._link.has_everything(self._version):
+            return [self._tell(LeadYielded(self._shard, self._epoch, self._version))]
+        return self._replicate("the lead moves to the replica", now, rate=MAX_RATE)
 
     # --- time and state ---------------------------------------------------------------------------------
 

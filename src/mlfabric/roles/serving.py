@@ -26,6 +26,7 @@ class Serving:
         self.wanted: list[ServePull] = []  # not served yet
         self._snapshots: dict[tuple[int, bool], _Snapshot] = {}  # by version and whether it has state
         self._under_way: dict[str, tuple[str, tuple[int, bool]]] = {}  # transfer -> (pull, snapshot)
+        self._sent = 0
 
     def last_number_allowed(self) -> int | None:
         """Nothing beyond this number may be applied before a checkpoint is taken; None: no such limit."""
@@ -52,7 +53,8 @@ class Serving:
             actions.append(SnapshotShard(self._shard, buffer, pull.with_state))
         snapshot = self._snapshots[key]
         snapshot.users += 1
-        transfer = f"{pull.pull}/{self._shard}/{self._epoch}.{version}"
+        self._sent += 1  # the same pull may be asked for twice, after a fault
+        transfer = f"{pull.pull}/{self._shard}/{self._epoch}.{version}/{self._sent}"
         self._under_way[transfer] = (pull.pull, key)
         start = StartTransfer(
             transfer=transfer,

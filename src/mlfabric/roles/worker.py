@@ -15,8 +15,10 @@ from mlfabric.events import (
     DurabilityRequested,
     Event,
     MessageReceived,
+    PeerLost,
     PublishRequested,
     PullRequested,
+    SchedulerChanged,
     TransferArriving,
     TransferFailed,
     TransferFinished,
@@ -28,6 +30,7 @@ from mlfabric.messages import (
     Grant,
     InitialPart,
     JobFailed,
+    JobKnown,
     JobReady,
     LeaderChanged,
     ModelPart,
@@ -106,6 +109,7 @@ class WorkerStatistics(msgspec.Struct, frozen=True):
 class Worker:
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
+        self._job: JobReady | None = None
         self._shards: dict[int, ShardRange] = {}
         self._bases: tuple[Version, ...] = ()
         self._codec = ""
@@ -140,7 +144,12 @@ class Worker:
             case DurabilityRequested(update=update):
                 return self._want_durable(update)
             case PublishRequested():
-                return self._want_publish(event)
+                self._publish = event
+                return [self._want_publish(event)]
+            case SchedulerChanged():
+                return self._scheduler_changed()
+            case PeerLost(node=node):
+                self._peer_lost(node, now)
             case DeadlinePassed():
                 return self._on_deadline(now)
         return []
@@ -174,26 +183,23 @@ class Worker:
                 return [FailJob(reason)]
         return []
 
-    def _tell(self, message: OfferUpdate | PullWanted | PublishWanted) -> Send:
+    def _tell(self, message: OfferUpdate | PullWanted | PublishWanted | JobKnown) -> Send:
         return Send(self._settings.scheduler, "scheduler", message)
 
     # --- publishing -------------------------------------------------------------------------------------
 
-    def _want_publish(self, event: PublishRequested) -> list[Action]:
-        self._publish = event
-        return [
-            self._tell(
-                PublishWanted(
-                    event.arrays,
-                    event.rule,
-                    event.settings,
-                    event.elements,
-                    event.dtype,
-                    event.state_vectors,
-                    event.version,
-                )
+    def _want_publish(self, event: PublishRequested) -> Send:
+        return self._tell(
+            PublishWanted(
+                event.arrays,
+                event.rule,
+                event.settings,
+                event.elements,
+                event.dtype,
+                event.state_vectors,
+                event.version,
             )
-        ]
+        )
 
     def _send_initial(self, shards: tuple[ShardRange, ...]) -> list[Action]:
         event = self._publish
@@ -225,6 +231,7 @@ class Worker:
     def _job_ready(self, message: JobReady) -> list[Action]:
         # Everybody hears that the model is in place; whoever publishes another one is yet to be refused.
         publishing = self._publish is not None and self._publish.arrays == message.arrays
+        self._job = message
         self._shards = {shard.index: shard for shard in message.shards}
         self._codec = message.settings.codec if message.settings.codec != "float32" else ""
         if not self._bases:
@@ -289,7 +296,7 @@ class Worker:
             node=part.node,
             role=part.role,
             buffer=held.buffer,
-            about=UpdatePart(update, part.shard, part.epoch, weight, part.group),
+            about=UpdatePart(update, part.shard, part.epoch, weight, part.group, part.term),
             rate_bytes_per_s=part.rate_bytes_per_s,
             ranges=((shard.start, shard.count),),
             scale=weight,
@@ -388,6 +395,10 @@ class Worker:
                 actions += self._now_durable(update, index)
             else:
                 actions += self._lose(update, change)
+        return [*actions, *self._pull_again()]
+
+    def _pull_again(self) -> list[Action]:
+        actions: list[Action] = []
         for pull, wanted in self._pulls.items():
             actions += [FreeBuffer(_pull_buffer(pull, shard)) for shard in wanted.versions]
             wanted.versions.clear()
@@ -395,6 +406,28 @@ class Worker:
             wanted.retry_at = None
             actions.append(self._tell(PullWanted(pull, wanted.with_state)))
         return actions
+
+    def _scheduler_changed(self) -> list[Action]:
+        """A new scheduler knows nothing: all that has no outcome is asked for again."""
+        actions: list[Action] = []
+        if self._job is not None:
+            shards = tuple(shard for _, shard in sorted(self._shards.items()))
+            actions.append(self._tell(JobKnown(msgspec.structs.replace(self._job, shards=shards))))
+        if self._publish is not None:
+            actions.append(self._want_publish(self._publish))
+        for update in list(self._updates):
+            actions += self._offer_again(update, "the scheduler changed")
+        return [*actions, *self._pull_again()]
+
+    def _peer_lost(self, node: str, now: float) -> None:
+        """Its word about our updates may be lost with the connection; usually the scheduler says more."""
+        led = {index for index, shard in self._shards.items() if shard.leader == node}
+        for held in self._updates.values():
+            if led - held.acks.keys():
+                held.retry_at = now + RETRY_S
+        for pull in self._pulls.values():
+            if led - pull.versions.keys():
+                pull.retry_at = now + RETRY_S
 
     def _lose(self, update: str, change: LeaderChanged) -> list[Action]:
         del self._undurable[update]
@@ -456,6 +489,10 @@ class Worker:
         pull = self._pulls.get(about.pull)
         if pull is None or about.version.epoch < self._shards[about.shard].epoch:
             return [RefuseTransfer(event.transfer, f"pull {about.pull} is not waited for")]
+        if about.shard in pull.versions:
+            return [RefuseTransfer(event.transfer, f"shard {about.shard} of {about.pull} is here already")]
+        # Asked for twice, after a fault: the second copy takes the first one's place.
+        pull.transfers = {t: of for t, of in pull.transfers.items() if of[0] != about.shard}
         pull.transfers[event.transfer] = (about.shard, about.version)
         return [AcceptTransfer(event.transfer, _pull_buffer(about.pull, about.shard))]
 

@@ -7,13 +7,13 @@ goes both ways. The engine owns it and decides when to read and write.
 
 from __future__ import annotations
 
-import socket
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mlfabric.runtime.mesh import Link
 from mlfabric.runtime.pacing import set_pace
+from mlfabric.runtime.tls import AnySocket
 from mlfabric.runtime.trust import Handshake, Purpose
 from mlfabric.wire import CHUNK_BYTES, MAX_DATA_BYTES, Frame, FrameReader, Kind, data_header, encode_frame
 
@@ -47,7 +47,7 @@ class Receiving:
 
 class Connection:
     def __init__(
-        self, sock: socket.socket, handshake: Handshake, peer: str, outbound: bool, deadline_s: float
+        self, sock: AnySocket, handshake: Handshake, peer: str, outbound: bool, deadline_s: float
     ) -> None:
         self.sock = sock
         self.handshake = handshake
@@ -94,6 +94,8 @@ class Connection:
         return False
 
     def wants_write(self) -> bool:
+        if self.connected and getattr(self.sock, "waits_to_read", False):
+            return False
         if self.link is not None and self.link.blocked:
             return True
         return not self.connected or bool(self._buffers or self._frames or (self.ready and self.sendings))

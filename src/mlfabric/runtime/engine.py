@@ -8,6 +8,7 @@ never waits for the network here; it hands calls over and waits for answers.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -16,7 +17,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -27,23 +28,31 @@ from mlfabric.config import format_address, is_loopback, parse_address
 from mlfabric.data import DataPlane
 from mlfabric.errors import ConnectError, FabricError
 from mlfabric.eventlog import LogSink
-from mlfabric.events import Event, RatesMeasured
+from mlfabric.events import Event, MessageReceived, RatesMeasured
 from mlfabric.messages import (
     LEFT,
     ControlMessage,
+    DrainAnswered,
+    DrainWanted,
     HeartbeatSeen,
     Join,
+    MemberInfo,
     Members,
     NodeLost,
+    Register,
     SharesPlanned,
+    StatusReport,
+    StatusWanted,
     TransferHeader,
 )
 from mlfabric.node import Node
 from mlfabric.numerics import Vector
 from mlfabric.roles.actions import Action, FailJob, Note
+from mlfabric.roles.scheduler import Scheduler
 from mlfabric.runtime.connection import Connection, Receiving, Sending
 from mlfabric.runtime.mesh import Closed, Link, Mesh
 from mlfabric.runtime.pacing import prepare_socket, share_evenly
+from mlfabric.runtime.tls import AnySocket, Tls
 from mlfabric.runtime.trust import NONCE_BYTES, Handshake, Purpose, Refused, encode_refusal
 from mlfabric.wire import (
     MAX_CONTROL_BYTES,
@@ -61,7 +70,11 @@ logger = logging.getLogger("mlfabric")
 
 HANDSHAKE_S = 5.0
 CONNECT_S = 5.0
+# What a host answers where no process listens any more.
+REFUSED = os.strerror(errno.ECONNREFUSED).lower()
 LEAVE_S = 0.5  # after one connection of a peer has ended, the others may carry what was under way
+QUIET_S = 60.0  # for how long the same complaint about a host is not repeated
+MAX_COMPLAINTS = 1000
 MAX_STRANGERS = 64  # connections that have not proved themselves yet
 OFFSET_SAMPLES = 16
 EXPIRE_S = 0.01  # how often it is looked whose time is up
@@ -84,19 +97,25 @@ class Engine:
         listen: tuple[str, int],
         secret: bytes = b"",
         insecure: bool = False,
+        job_secrets: Mapping[str, bytes] | None = None,
+        tls: Tls | None = None,
     ) -> None:
-        if not secret and not insecure and not is_loopback(listen[0]):
+        if not secret and not job_secrets and not insecure and not is_loopback(listen[0]):
             raise FabricError(
                 f"refusing to listen on {format_address(*listen)} without a secret: set MLFABRIC_SECRET "
                 "on all members, or say insecure=True where the network is trusted"
             )
         self.name = name
-        self.is_scheduler = False
+        self.job = ""  # named when a connection is opened: its secret is meant
         self.traffic = Traffic()
         self.node = Node(name, self, data, log)
         self.mesh = Mesh(Switchboard(name), self._open_link, self._watch_link)
         self.client = Client(self.node, self._post, self.call, self.mesh.board)
         self._secret = secret
+        self._tls = tls
+        self._complained: dict[tuple[str, str], float] = {}  # (host, kind) -> until when it is not repeated
+        self._job_secrets = job_secrets  # of a scheduler that serves several jobs; None: one secret for all
+        self._job_names: dict[str, str] = {}  # node -> the job whose secret it has shown
         self._anchor = time.time() - time.monotonic()
         self._offsets: deque[tuple[float, float]] = deque(maxlen=OFFSET_SAMPLES)  # (round trip, offset)
         self._addresses: dict[str, tuple[str, int]] = {}
@@ -254,6 +273,9 @@ class Engine:
         now = time.monotonic()
         late = [c for c in self._connections if c.deadline_s is not None and now >= c.deadline_s]
         for connection in late:
+            if not connection.outbound:
+                said = f"closed a connection from {_origin(connection)}: it did not prove itself in time"
+                self._complain(_host(connection.sock), "late", said)
             self._lose(connection, "no handshake in time" if connection.connected else "no answer")
         for peer, (until, reason) in list(self._leaving.items()):
             if now >= until:
@@ -281,14 +303,25 @@ class Engine:
             return
         strangers = sum(1 for c in self._connections if not c.ready and not c.outbound)
         if strangers >= MAX_STRANGERS:
-            logger.warning("closed a connection: %d others have not proved themselves yet", strangers)
+            self._complain(_host(sock), "too many", "closed a connection: too many prove themselves just now")
             sock.close()
             return
         handshake = Handshake(
-            self.name, self._secret, secrets.token_bytes(NONCE_BYTES), scheduler=self.is_scheduler
+            self.name, self._secret_of, secrets.token_bytes(NONCE_BYTES), scheduler=self._scheduler_at()
         )
         prepare_socket(sock, bulk=False)
-        self._add(Connection(sock, handshake, "", False, time.monotonic() + HANDSHAKE_S))
+        secured = self._tls.wrap(sock, called=True) if self._tls is not None else sock
+        self._add(Connection(secured, handshake, "", False, time.monotonic() + HANDSHAKE_S))
+
+    def _secret_of(self, job: str) -> bytes | None:
+        return self._secret if self._job_secrets is None else self._job_secrets.get(job)
+
+    def _scheduler_at(self) -> tuple[str, str]:
+        """(name, address) of whoever schedules, for those who come to ask; an empty address means us."""
+        if "scheduler" in self.node.roles:
+            return self.name, ""
+        address = self._addresses.get(self.node.scheduler)
+        return self.node.scheduler, format_address(*address) if address else ""
 
     def _add(self, connection: Connection) -> None:
         self._connections.add(connection)
@@ -313,12 +346,16 @@ class Engine:
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM)
         prepare_socket(sock, bulk=purpose is Purpose.BULK)
-        handshake = Handshake(self.name, self._secret, secrets.token_bytes(NONCE_BYTES), purpose)
+        job = self._job_names.get(node, "")
+        secret = self._secret_of(job) or self._secret
+        handshake = Handshake(
+            self.name, secret, secrets.token_bytes(NONCE_BYTES), purpose, job=job or self.job
+        )
         connection = Connection(sock, handshake, node, True, time.monotonic() + CONNECT_S)
         result = sock.connect_ex(address)
         if result not in (0, 115):  # EINPROGRESS
             sock.close()
-            self.call(lambda: self._peer_down(node, os.strerror(result)))
+            self.call(lambda: self._peer_down(node, os.strerror(result).lower()))
             return None
         connection.queue_frame(encode_frame(Kind.HANDSHAKE, handshake.begin()), during_handshake=True)
         self._out[node, purpose] = connection
@@ -332,10 +369,17 @@ class Engine:
                 self._lose(connection, os.strerror(error).lower())
                 return
             connection.connected = True
+            if self._tls is not None:
+                self._selector.unregister(connection.sock)
+                connection.sock = self._tls.wrap(connection.sock, called=False)
+                self._selector.register(connection.sock, selectors.EVENT_READ, connection)
         try:
             finished = connection.pump()
             if connection.link is not None:
                 connection.link.pump()
+        except Refused as refusal:
+            self._refuse(connection, str(refusal))
+            return
         except OSError as error:
             self._lose(connection, (error.strerror or str(error)).lower())
             return
@@ -358,20 +402,41 @@ class Engine:
                 self._on_frame(connection, frame)
                 if connection not in self._connections or connection.link is not None:
                     return
+            if self._tls is not None:
+                self._read_on(connection)
         except Closed:
             self._lose(connection, "connection closed")
         except Refused as refusal:
             self._refuse(connection, str(refusal))
         except WireError as error:
-            logger.warning("closed a connection from %s: %s", _origin(connection), error)
+            said = f"closed a connection from {_origin(connection)}: {error}"
+            self._complain(_host(connection.sock), "garbage", said)
             self._lose(connection, f"it sent something else: {error}")
         except OSError as error:
             self._lose(connection, (error.strerror or str(error)).lower())
 
+    def _complain(self, host: str, kind: str, sentence: str) -> None:
+        """Say it once per host and kind and minute: strangers must not fill the log."""
+        now = time.monotonic()
+        if now < self._complained.get((host, kind), 0.0):
+            return
+        if len(self._complained) >= MAX_COMPLAINTS:
+            self._complained.clear()
+        self._complained[host, kind] = now + QUIET_S
+        logger.warning("%s", sentence)
+
+    def _read_on(self, connection: Connection) -> None:
+        """What TLS has decrypted already wakes nobody up; and what waited for a read may be written now."""
+        if connection in self._connections:
+            self._watch(connection)
+            if connection.connected and connection.sock.pending():
+                self.call(lambda: self._read(connection) if connection in self._connections else None)
+
     def _refuse(self, connection: Connection, reason: str) -> None:
-        logger.warning("handshake with %s failed: %s", _origin(connection), reason)
+        said = f"handshake with {_origin(connection)} failed: {reason}"
+        self._complain(_host(connection.sock), reason, said)
         if not connection.outbound:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, Refused):
                 connection.sock.send(encode_frame(Kind.HANDSHAKE, encode_refusal(reason)))
         self._lose(connection, reason)
 
@@ -380,7 +445,7 @@ class Engine:
         if connection not in self._connections:
             return
         known = connection.ready or connection.outbound
-        passing = connection.purpose is Purpose.PROBE
+        passing = connection.purpose in (Purpose.PROBE, Purpose.QUERY)
         self._drop(connection)
         peer = connection.peer
         if not known or passing or not peer:
@@ -392,6 +457,8 @@ class Engine:
             self._leaving.setdefault(peer, (time.monotonic() + LEAVE_S, reason))
         else:
             self._peer_down(peer, reason)
+            if connection.ready:
+                self._to(peer, Purpose.CONTROL)  # where its process is gone, its host says so at once
 
     def _drop(self, connection: Connection) -> None:
         self._connections.discard(connection)
@@ -407,7 +474,7 @@ class Engine:
             self._drop(connection)
             self._fail_transfers(connection, reason)
         self.mesh.lose(peer, reason)
-        self.node.peer_lost(peer, reason)
+        self.node.peer_lost(peer, reason, proved=reason == REFUSED)
 
     def _fail_transfers(self, connection: Connection, reason: str) -> None:
         broken = [sending.transfer for sending in connection.sendings if not sending.aborted]
@@ -423,10 +490,13 @@ class Engine:
             self._on_handshake(connection, frame.body)
         elif not connection.ready:
             raise WireError("it spoke before proving itself")
+        elif connection.purpose is Purpose.QUERY:
+            self._on_query(connection, frame)
         elif frame.kind is Kind.CONTROL:
             envelope = decode_message(frame.body)
             message = envelope.message
-            if isinstance(message, Join):
+            if isinstance(message, Join | Register):
+                self._check_job(connection, message.member)
                 self.know(message.member.node, parse_address(message.member.address))
             self.node.message(connection.peer, envelope.role, message, envelope.cause)
         elif frame.kind is Kind.OPEN:
@@ -445,6 +515,8 @@ class Engine:
         answer = handshake.feed(body)
         if handshake.purpose is Purpose.PROBE and not connection.outbound and self._taken(handshake.peer):
             raise Refused(f"the name {handshake.peer} is taken by a living member; choose another")
+        if self._job_names.get(handshake.peer, handshake.job) != handshake.job:
+            raise Refused(f"the name {handshake.peer} is taken by a member of another job; choose another")
         if answer is not None:
             connection.queue_frame(encode_frame(Kind.HANDSHAKE, answer), during_handshake=True)
         if handshake.done:
@@ -472,6 +544,34 @@ class Engine:
         connection = self._links.get(link.peer)
         if connection is not None and connection in self._connections:
             self._watch(connection)
+
+    def _on_query(self, connection: Connection, frame: Frame) -> None:
+        """Somebody asks; the answer goes back the same way."""
+        scheduler = self.node.roles.get("scheduler")
+        message = decode_message(frame.body).message if frame.kind is Kind.CONTROL else None
+        only = connection.handshake.job if self._job_secrets is not None else None
+        answer: StatusReport | DrainAnswered
+        if not isinstance(scheduler, Scheduler):
+            raise WireError("a question to a member that does not schedule")
+        if isinstance(message, StatusWanted):
+            answer = scheduler.status(self.now(), only)
+        elif isinstance(message, DrainWanted):
+            answer = scheduler.drain(message.target, only)
+            if not answer.error:
+                wanted = DrainWanted(message.target, only)
+                self.node.post("scheduler", MessageReceived(connection.peer, wanted))
+        else:
+            raise WireError("no question of ours")
+        connection.queue_frame(encode_message("", answer))
+        self._watch(connection)
+
+    def _check_job(self, connection: Connection, member: MemberInfo) -> None:
+        """A secret opens the job it belongs to and no other; nor does a name of another job."""
+        if self._job_secrets is None:
+            return
+        if member.job != connection.handshake.job or member.node != connection.peer:
+            raise WireError(f"{connection.peer} of job {connection.handshake.job} speaks for {member.node}")
+        self._job_names[member.node] = member.job
 
     def _taken(self, name: str) -> bool:
         return name == self.name or any(
@@ -562,6 +662,13 @@ class Engine:
             logger.warning("%s: %s", action.what, action.reason)
         else:
             self.client.resolve(action)
+
+
+def _host(sock: AnySocket) -> str:
+    try:
+        return str(sock.getpeername()[0])
+    except OSError:
+        return "a stranger"
 
 
 def _origin(connection: Connection) -> str:

@@ -7,6 +7,7 @@ costs time here: a link asks the kernel to be woken only when a good part of a c
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import struct
 import time
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from mlfabric.collective.frames import HEADER_BYTES, FrameHeader, FrameKind, unpack_header
 from mlfabric.collective.switchboard import OutFrame, Switchboard
 from mlfabric.runtime.bandwidth import PRESSED_S, TICK_S, FlowState, HostRates
+from mlfabric.runtime.tls import AnySocket, TlsSocket
 
 # Bytes read beyond a chunk: the next header, and short frames that follow each other.
 SCRATCH_BYTES = 4096
@@ -37,8 +39,10 @@ class Closed(Exception):  # noqa: N818 - how a link ends
 
 
 class Link:
-    def __init__(self, sock: socket.socket, peer: str, board: Switchboard) -> None:
+    def __init__(self, sock: AnySocket, peer: str, board: Switchboard) -> None:
         self.sock = sock
+        # TLS takes and gives a record at a time, and may hold bytes that the kernel knows nothing of.
+        self._sealed = isinstance(sock, TlsSocket)
         self.peer = peer
         self.sent_bytes = 0
         self.received_bytes = 0
@@ -69,7 +73,7 @@ class Link:
                 self.blocked = True
                 break
             self.sent_bytes += count
-            if not self._advance(count):
+            if not self._advance(count) and not self._sealed:
                 self.blocked = True
                 break
         return self.blocked
@@ -120,7 +124,9 @@ class Link:
 
     def receive(self) -> None:
         """Take what is there. Raises Closed at the end of the stream, WireError for nonsense."""
-        for _ in range(READS_PER_TURN):
+        for turn in itertools.count():
+            if turn >= READS_PER_TURN and not (self._sealed and self.sock.pending()):
+                break
             try:
                 if self._header is None:
                     count = self.sock.recv_into(self._scratch[self._have :])
@@ -135,9 +141,10 @@ class Link:
                 raise Closed
             self.received_bytes += count
             self._sort(count)
-            if count < wanted:
+            if count < wanted and not self._sealed:
                 break
-        self._set_low_water()
+        if not self._sealed:
+            self._set_low_water()
 
     def _sort(self, count: int) -> None:
         if self._header is None:

@@ -5,25 +5,59 @@ from __future__ import annotations
 import secrets
 import socket
 import time
+from typing import NamedTuple
 
-from mlfabric.config import format_address
+from mlfabric.config import format_address, parse_address
 from mlfabric.errors import ConnectError
+from mlfabric.messages import ControlMessage, DrainWanted, StatusWanted
+from mlfabric.runtime.tls import Tls
 from mlfabric.runtime.trust import NONCE_BYTES, Handshake, Purpose, Refused
-from mlfabric.wire import FrameReader, Kind, WireError, encode_frame
+from mlfabric.wire import (
+    MAX_CONTROL_BYTES,
+    Frame,
+    FrameReader,
+    Kind,
+    WireError,
+    decode_message,
+    encode_frame,
+    encode_message,
+)
 
 RETRY_S = 0.1
 
 
-def find_scheduler(address: tuple[str, int], name: str, secret: bytes, timeout_s: float) -> tuple[str, str]:
-    """(the scheduler's node name, our own address on the way there). Waits for one to come up."""
+class Found(NamedTuple):
+    """Who schedules, where, and our own address on the way there."""
+
+    scheduler: str
+    address: tuple[str, int]
+    ours: str
+
+
+def find_scheduler(
+    address: tuple[str, int],
+    name: str,
+    secret: bytes,
+    timeout_s: float,
+    job: str = "",
+    tls: Tls | None = None,
+) -> Found:
+    """Ask at an address, and wait for somebody to come up there; any member knows who schedules."""
     where = format_address(*address)
     until = time.monotonic() + timeout_s
     while True:
         left = until - time.monotonic()
         try:
-            with socket.create_connection(address, timeout=max(min(left, 5.0), 0.05)) as sock:
-                sock.settimeout(max(min(left, 5.0), 0.05))
-                return _ask(sock, where, name, secret), sock.getsockname()[0]
+            with socket.create_connection(address, timeout=max(min(left, 5.0), 0.05)) as plain:
+                plain.settimeout(max(min(left, 5.0), 0.05))
+                ours = plain.getsockname()[0]
+                with _secured(plain, where, tls) as sock:
+                    scheduler, elsewhere = _ask(sock, where, _hello(name, secret, Purpose.PROBE, job))
+                if not elsewhere:
+                    return Found(scheduler, address, ours)
+            address, where = parse_address(elsewhere), elsewhere
+            if time.monotonic() + RETRY_S >= until:
+                raise ConnectError(f"{scheduler} at {where} is said to schedule, but did not answer in time")
         except socket.gaierror:
             raise ConnectError(
                 f"the host name in {where} is unknown; check the scheduler's address"
@@ -38,8 +72,68 @@ def find_scheduler(address: tuple[str, int], name: str, secret: bytes, timeout_s
         time.sleep(RETRY_S)
 
 
-def _ask(sock: socket.socket, where: str, name: str, secret: bytes) -> str:
-    handshake = Handshake(name, secret, secrets.token_bytes(NONCE_BYTES), Purpose.PROBE)
+def _hello(name: str, secret: bytes, purpose: Purpose, job: str) -> Handshake:
+    return Handshake(name, secret, secrets.token_bytes(NONCE_BYTES), purpose, job=job)
+
+
+def ask_scheduler(
+    address: tuple[str, int],
+    secret: bytes,
+    question: StatusWanted | DrainWanted,
+    timeout_s: float,
+    job: str = "",
+    tls: Tls | None = None,
+) -> ControlMessage:
+    """The scheduler's answer; `address` is any member's."""
+    name = f"operator-{secrets.token_hex(4)}"
+    found = find_scheduler(address, name, secret, timeout_s, job, tls)
+    where = format_address(*found.address)
+    try:
+        with (
+            socket.create_connection(found.address, timeout=timeout_s) as plain,
+            _secured(plain, where, tls) as sock,
+        ):
+            _shake_hands(sock, where, _hello(name, secret, Purpose.QUERY, job))
+            sock.sendall(encode_message("scheduler", question))
+            return decode_message(_next_frame(sock, MAX_CONTROL_BYTES).body).message
+    except OSError as error:
+        why = "it did not answer" if isinstance(error, TimeoutError) else (error.strerror or "it hung up")
+        raise ConnectError(f"the scheduler at {where} was asked in vain: {why.lower()}") from None
+    except WireError as error:
+        raise ConnectError(f"the scheduler at {where} answered something else: {error}") from None
+
+
+def _secured(sock: socket.socket, where: str, tls: Tls | None) -> socket.socket:
+    if tls is None:
+        return sock
+    try:
+        return tls.wrap_blocking(sock)
+    except Refused as refusal:
+        raise ConnectError(f"what listens at {where} was refused: {refusal}") from None
+
+
+def _next_frame(sock: socket.socket, limit_bytes: int) -> Frame:
+    reader = FrameReader()
+    reader.limit_bytes = limit_bytes
+    while True:
+        count = sock.recv_into(reader.wanted())
+        if count == 0:
+            raise ConnectionResetError("it hung up")
+        frame = reader.advance(count)
+        if frame is not None:
+            return frame
+
+
+def _ask(sock: socket.socket, where: str, handshake: Handshake) -> tuple[str, str]:
+    """(who schedules, at which other address; none: it is who answered)."""
+    _shake_hands(sock, where, handshake)
+    scheduler, elsewhere = handshake.scheduler
+    if scheduler != handshake.peer and not elsewhere:
+        raise ConnectError(f"{handshake.peer} at {where} is a member of a fabric that has no scheduler now")
+    return scheduler, elsewhere
+
+
+def _shake_hands(sock: socket.socket, where: str, handshake: Handshake) -> None:
     reader = FrameReader()
     sock.sendall(encode_frame(Kind.HANDSHAKE, handshake.begin()))
     while not handshake.done:
@@ -56,9 +150,6 @@ def _ask(sock: socket.socket, where: str, name: str, secret: bytes) -> str:
                 f"what listens at {where} is not an MLfabric scheduler; check the address and port"
             ) from None
         except Refused as refusal:
-            raise ConnectError(f"the scheduler at {where} let {name} not in: {refusal}") from None
+            raise ConnectError(f"the scheduler at {where} did not let us in: {refusal}") from None
         if answer is not None:
             sock.sendall(encode_frame(Kind.HANDSHAKE, answer))
-    if not handshake.peer_is_scheduler:
-        raise ConnectError(f"{handshake.peer} at {where} is a member of a fabric, not its scheduler")
-    return handshake.peer

@@ -1,8 +1,9 @@
 """Virtual time: a heap of (time, sequence, call), flows that share links, and the nodes of a fabric.
 
 A node here is the same `Node` as between real hosts; only its driver differs. Faults enter as calls at a
-time: a killed node's peers notice a closed connection, a stalled one is silent. Ties are broken by the order
-in which things were asked for, so equal inputs give equal runs.
+time: a killed node's peers notice a closed connection, a stalled one is silent, a paused one wakes up again
+and finds what came meanwhile, one whose cable is cut can neither hear nor be heard. Ties are broken by the
+order in which things were asked for, so equal inputs give equal runs.
 """
 
 from __future__ import annotations
@@ -90,8 +91,11 @@ class Simulation:
         self._capacity = {link: network.capacity(link) for link in network.links()}
         self._transfers: dict[tuple[str, str], _Transfer] = {}  # (source node, transfer)
         self._frames: dict[tuple[str, str], _FrameMoving] = {}  # (source node, target node)
+        self._stuck: list[_FrameMoving] = []  # cut off on their way; TCP sends them again
         self._moved_until = 0.0
         self._flow_round = 0
+        self._cut: dict[str, bool] = {}  # node -> whether what is sent meanwhile is lost
+        self._held: list[tuple[str, str, Callable[[Node], None]]] = []  # until a cable is whole again
 
     # --- time -------------------------------------------------------------------------------------------
 
@@ -111,7 +115,7 @@ class Simulation:
         """Run a process; what it yields is slept or waited for. It ends with its node."""
 
         def resume(value: Any = None, error: BaseException | None = None) -> None:
-            if node is not None and not node.alive:
+            if node is not None and (not node.alive or node.hold(lambda: resume(value, error))):
                 return
             try:
                 wanted = process.throw(error) if error is not None else process.send(value)
@@ -130,10 +134,10 @@ class Simulation:
 
     # --- nodes ------------------------------------------------------------------------------------------
 
-    def add_scheduler(self, name: str, host: str, silence_s: float = 3.0) -> SimNode:
+    def add_scheduler(self, name: str, host: str) -> SimNode:
         node = SimNode(self, name, host, ArrayData())
         self.nodes[name] = node
-        node.node.start_role("scheduler", SchedulerSettings(name, silence_s))
+        node.node.start_role("scheduler", SchedulerSettings(name))
         return node
 
     def add_node(
@@ -166,38 +170,81 @@ class Simulation:
         self._break_transfers(name, f"{name} closed the connection")
         for other in self.nodes.values():
             if other.alive:
-                self.at(self.now + self.latency_s, lambda o=other: o.lost(name, "connection closed"))  # type: ignore[misc]
+                self.at(self.now + self.latency_s, lambda o=other: o.lost(name, "connection closed", True))  # type: ignore[misc]
 
     def stall(self, name: str) -> None:
         """The process stops answering without closing anything; only its silence tells."""
         self.nodes[name].alive = False
         self._break_transfers(name, None)
 
-    def _break_transfers(self, name: str, reason: str | None) -> None:
+    def drain(self, name: str) -> None:
+        """The node asks to leave once nothing needs it."""
+        self.nodes[name].client.drain()
+
+    def pause(self, name: str, seconds: float) -> None:
+        """The process is stopped and goes on later; what is sent to it meanwhile waits."""
+        node = self.nodes[name]
+        if node.alive and not node.paused:
+            node.paused = True
+            self._break_transfers(name, "it timed out", both=True)
+            self.at(self.now + seconds, node.wake_up)
+
+    def cut(self, name: str, seconds: float, lossy: bool = False) -> None:
+        """Its cable is pulled for a while. TCP sends again what was lost, or its connections break."""
+        if name in self._cut:
+            return
+        self._cut[name] = lossy
+        under_way = [t for t in self._transfers.values() if name in (t.source, t.target)]
+        self._break_transfers(name, None)
+        self.at(self.now + seconds, lambda: self._mend(name, under_way))
+
+    def _mend(self, name: str, broken: list[_Transfer]) -> None:
+        lossy = self._cut.pop(name)
+        for transfer in broken:
+            for each in (transfer.source, transfer.target):
+                self._later(each, lambda n, t=transfer: n.transfer_failed(t.header.transfer, "it timed out"))  # type: ignore[misc]
+        held = [each for each in self._held if name in each[:2]]
+        self._held = [each for each in self._held if name not in each[:2]]
+        self._break_transfers(name, "it timed out", both=True)
+        for source, target, do in held:
+            self.deliver(source, target, do)
+        if not lossy:
+            self.send_again(name)
+        else:
+            for other in self.nodes.values():
+                if other.name != name:
+                    other.lost(name, "connection reset")
+                    self.nodes[name].lost(other.name, "connection reset")
+
+    def _break_transfers(self, name: str, reason: str | None, both: bool = False) -> None:
         for pair in [pair for pair in self._frames if name in pair]:
-            del self._frames[pair]
+            self._stuck.append(self._frames.pop(pair))
         for key, transfer in list(self._transfers.items()):
             if name not in (transfer.source, transfer.target):
                 continue
             self._end_flow(key)
             other = transfer.target if transfer.source == name else transfer.source
-            if reason is not None and self.nodes[other].alive:
-                self._later(other, lambda n, t=transfer: n.transfer_failed(t.header.transfer, reason))  # type: ignore[misc]
+            told = [other, name] if both else [other]
+            for each in told if reason is not None else ():
+                self._later(each, lambda n, t=transfer: n.transfer_failed(t.header.transfer, reason))  # type: ignore[misc]
 
     def _later(self, name: str, do: Callable[[Node], None]) -> None:
         def call() -> None:
             node = self.nodes[name]
-            if node.alive:
-                do(node.node)
-                node.rearm()
+            node.do(lambda: do(node.node))
 
         self.at(self.now + self.latency_s, call)
 
     # --- messages and flows -----------------------------------------------------------------------------
 
     def deliver(self, source: str, target: str, do: Callable[[Node], None]) -> None:
-        if target in self.nodes and self.nodes[source].alive:
-            self._later(target, do)
+        if target not in self.nodes or not self.nodes[source].alive:
+            return
+        if source != target and (source in self._cut or target in self._cut):
+            if not (self._cut.get(source) or self._cut.get(target)):
+                self._held.append((source, target, do))
+            return
+        self._later(target, do)
 
     def start_transfer(self, transfer: _Transfer) -> None:
         key = (transfer.source, transfer.header.transfer)
@@ -248,7 +295,7 @@ class Simulation:
         while woken:
             peer = woken.pop()
             target = self.nodes.get(peer)
-            if (source.name, peer) in self._frames or target is None or not target.alive:
+            if (source.name, peer) in self._frames or target is None or not self._connected(source, target):
                 continue
             frame = source.board.next_frame(peer)
             if frame is None:
@@ -260,21 +307,38 @@ class Simulation:
         if begun:
             self._reshare()
 
+    def _connected(self, source: SimNode, target: SimNode) -> bool:
+        return all(node.alive and not node.paused and node.name not in self._cut for node in (source, target))
+
+    def send_again(self, name: str) -> None:
+        """A node is back: TCP sends again what was stuck on its way, and what waited goes out."""
+        stuck, self._stuck = self._stuck, []
+        for moving in stuck:
+            if self._connected(self.nodes[moving.source], self.nodes[moving.target]):
+                self._frames[moving.source, moving.target] = moving
+            elif self.nodes[moving.source].alive and self.nodes[moving.target].alive:
+                self._stuck.append(moving)
+        self._reshare()
+        for node in self.nodes.values():
+            if node.alive:
+                node.board.woken.update(self.nodes if node.name == name else [name])
+                self.send_frames(node)
+
     def _frame_landed(self, moving: _FrameMoving) -> None:
         source, frame = self.nodes[moving.source], moving.frame
         payload = bytes(frame.payload) if frame.payload is not None else frame.head[HEADER_BYTES:]
         header = unpack_header(frame.head)
 
-        def arrive() -> None:
-            target = self.nodes[moving.target]
-            if target.alive:
-                place = target.board.place(moving.source, header)
-                if place is not None:
-                    place[:] = payload
-                target.board.received(moving.source, header, place)
-                self.send_frames(target)
+        target = self.nodes[moving.target]
 
-        self.at(self.now + self.latency_s, arrive)
+        def arrive() -> None:
+            place = target.board.place(moving.source, header)
+            if place is not None:
+                place[:] = payload
+            target.board.received(moving.source, header, place)
+            self.send_frames(target)
+
+        self.at(self.now + self.latency_s, lambda: target.do(arrive))
         source.board.sent(frame)
         source.board.woken.add(moving.target)
         self.send_frames(source)
@@ -330,9 +394,7 @@ class Simulation:
             name = transfer.header.transfer
             self.deliver(transfer.source, transfer.target, lambda node, n=name: node.transfer_finished(n))  # type: ignore[misc]
             source = self.nodes[transfer.source]
-            if source.alive:
-                source.node.transfer_sent(name)
-                source.rearm()
+            source.do(lambda s=source, n=name: s.node.transfer_sent(n))  # type: ignore[misc]
 
 
 class SimNode:
@@ -342,6 +404,8 @@ class SimNode:
         self.name = name
         self.host = host
         self.alive = True
+        self.paused = False
+        self._backlog: list[Callable[[], None]] = []
         self.node = Node(name, self, data, sim.log)
         self.board = Switchboard(name)
         self.client = Client(self.node, self._post, self._call, self.board)
@@ -352,12 +416,30 @@ class SimNode:
 
     def _post(self, role: str, event: Event, before: Callable[[], None]) -> None:
         def call() -> None:
-            if self.alive:
-                before()
-                self.node.post(role, event)
-                self.rearm()
+            before()
+            self.node.post(role, event)
 
-        self._sim.at(self._sim.now, call)
+        self._sim.at(self._sim.now, lambda: self.do(call))
+
+    def hold(self, call: Callable[[], None]) -> bool:
+        """Whether the call has to wait until the process goes on."""
+        if self.paused:
+            self._backlog.append(call)
+        return self.paused
+
+    def do(self, call: Callable[[], None]) -> None:
+        if self.alive and not self.hold(call):
+            call()
+            self.rearm()
+
+    def wake_up(self) -> None:
+        """Sockets are read before clocks are looked at, as the runtime's engine does."""
+        self.paused = False
+        backlog, self._backlog = self._backlog, []
+        for call in backlog:
+            self.do(call)
+        self.do(self.node.tick)
+        self._sim.send_again(self.name)
 
     def _call(self, do: Callable[[], None]) -> None:
         def call() -> None:
@@ -378,17 +460,17 @@ class SimNode:
         def wake() -> None:
             if self._armed == at:
                 self._armed = None
-            if self.alive:
-                self.node.tick()
-                self.rearm()
+            if not self.paused:
+                self.do(self.node.tick)
 
         self._sim.at(at, wake)
 
-    def lost(self, name: str, reason: str) -> None:
-        if self.alive:
+    def lost(self, name: str, reason: str, proved: bool = False) -> None:
+        def tell() -> None:
             self.board.lost(name, reason)
-            self.node.peer_lost(name, reason)
-            self.rearm()
+            self.node.peer_lost(name, reason, proved)
+
+        self.do(tell)
 
     # --- what the node asks for -------------------------------------------------------------------------
 

@@ -1,0 +1,309 @@
+"""Succession: who votes for whom, who takes over, what a new scheduler learns and from whom."""
+
+from __future__ import annotations
+
+from mlfabric.events import DeadlinePassed, PeerLost
+from mlfabric.messages import (
+    LEFT,
+    SCHEDULER,
+    AppliedIds,
+    ArraySpec,
+    Grant,
+    Heartbeat,
+    HeartbeatSeen,
+    JobKnown,
+    JobReady,
+    JobSettings,
+    JoinAccepted,
+    LeaderChanged,
+    MemberInfo,
+    Members,
+    NewTerm,
+    NodeLost,
+    OfferUpdate,
+    Promote,
+    Register,
+    Rejoin,
+    ReplicaReport,
+    Reported,
+    RuleSpec,
+    ShardRange,
+    ShardReport,
+    StepDown,
+    Version,
+    VoteGiven,
+    VoteWanted,
+)
+from mlfabric.roles.actions import (
+    Action,
+    FollowScheduler,
+    MemberSettings,
+    RenewLease,
+    SchedulerSettings,
+    Send,
+    StartRole,
+    StopRole,
+)
+from mlfabric.roles.leases import CEILING_S, FLOOR_S, Leases
+from mlfabric.roles.member import Member
+from mlfabric.roles.scheduler import Scheduler
+from mlfabric.roles.succession import STEP_S
+from tests.roles.feeding import Fed, notes, of, one, said, sent
+
+LINE = ("w0", "w1", "w2", "w3", "w4")
+
+
+def info(name: str, roles: tuple[str, ...] = ("worker", "server", "replica")) -> MemberInfo:
+    return MemberInfo(name, name, "", roles, 1e6, 1e6)
+
+
+def joined(name: str, scheduler: str = "w0", line: tuple[str, ...] = LINE) -> Fed:
+    """A member that hears its scheduler."""
+    fed = Fed(Member(MemberSettings(info(name), scheduler)))
+    fed.tell(JoinAccepted(name, scheduler, 1.0), scheduler)
+    fed.tell(Members(tuple(info(each) for each in line), 0, 1), scheduler)
+    fed.tell(HeartbeatSeen(0.0, 0.0, 0, 1.0), scheduler)
+    return fed
+
+
+def orphaned(name: str, scheduler: str = "w0") -> Fed:
+    fed = joined(name, scheduler)
+    fed(PeerLost(scheduler, "connection refused", True))
+    return fed
+
+
+# --- votes --------------------------------------------------------------------------------------------------
+
+
+def test_the_first_in_the_line_asks_at_once_and_the_next_a_moment_later() -> None:
+    first, second = joined("w1"), joined("w2")
+    gone = PeerLost("w0", "connection refused", True)
+    assert {action.node for action in of(Send, first(gone))} == {"w2", "w3", "w4"}
+    assert not sent(VoteWanted, second(gone))
+    assert not sent(VoteWanted, second.wait(STEP_S * 0.9))
+    assert sent(VoteWanted, second.wait(STEP_S * 0.2))
+
+
+def test_a_silent_scheduler_is_given_up_when_its_lease_ends_and_not_before() -> None:
+    fed = joined("w1")
+    assert not sent(VoteWanted, fed.wait(0.9))
+    assert sent(VoteWanted, fed.wait(0.2))
+
+
+def test_a_connection_that_merely_broke_proves_nothing() -> None:
+    assert not sent(VoteWanted, joined("w1")(PeerLost("w0", "connection reset")))
+
+
+def test_a_member_that_hears_the_scheduler_votes_for_nobody() -> None:
+    answer = said(VoteGiven, joined("w2").tell(VoteWanted(1, 1), "w1"))
+    assert not answer.granted
+    assert "still heard" in answer.reason
+
+
+def test_one_vote_per_term() -> None:
+    fed = orphaned("w3")
+    assert said(VoteGiven, fed.tell(VoteWanted(1, 1), "w1")).granted
+    assert said(VoteGiven, fed.tell(VoteWanted(1, 1), "w1")).granted  # asked again, the same answer
+    assert not said(VoteGiven, fed.tell(VoteWanted(1, 1), "w2")).granted
+    assert said(VoteGiven, fed.tell(VoteWanted(2, 1), "w2")).granted
+
+
+def test_a_candidate_that_missed_a_change_of_members_gets_no_vote() -> None:
+    assert not said(VoteGiven, orphaned("w3").tell(VoteWanted(1, 0), "w1")).granted
+
+
+def test_a_majority_makes_a_scheduler_and_less_does_not() -> None:
+    fed = joined("w1")
+    fed.wait(1.05)  # w0 is silent, so it still counts: three of five are needed
+    assert not of(StartRole, fed.tell(VoteGiven(1, True, "", 0, "w0", 1), "w2"))
+    won = fed.tell(VoteGiven(1, True, "", 0, "w0", 1), "w3")
+    begins = one(StartRole, won)
+    assert begins.role == "scheduler"
+    assert begins.settings == SchedulerSettings("w1", 1, 1, LINE, 1.0)
+    assert {action.node for action in of(Send, won) if isinstance(action.message, NewTerm)} == set(LINE)
+
+
+def test_a_host_that_says_its_process_is_gone_does_not_count() -> None:
+    two = joined("w1", line=("w0", "w1"))
+    assert one(StartRole, two(PeerLost("w0", "connection refused", True))).role == "scheduler"
+    silent = joined("w1", line=("w0", "w1"))
+    assert not of(StartRole, silent.wait(5.0))
+
+
+def test_a_new_term_is_followed_and_an_old_one_is_corrected() -> None:
+    fed = joined("w3")
+    actions = fed.tell(NewTerm(2, "w1"), "w1")
+    assert said(Register, actions, "w1").label == "w3"
+    assert one(FollowScheduler, actions) == FollowScheduler("w1", 2)
+    assert said(NewTerm, fed.tell(NewTerm(1, "w2"), "w2"), "w2") == NewTerm(2, "w1")
+
+
+def test_a_scheduler_that_was_succeeded_ends_and_registers_with_the_next() -> None:
+    fed = joined("w0")
+    actions = fed.tell(NewTerm(1, "w1"), "w1")
+    assert one(StopRole, actions).role == "scheduler"
+    assert said(Register, actions, "w1")
+
+
+def test_who_slept_through_an_election_hears_of_it_from_a_voter() -> None:
+    fed = joined("w2")
+    fed.wait(2.0)
+    actions = fed.tell(VoteGiven(1, False, "w1 schedules in term 1", 1, "w1", 1), "w3")
+    assert one(FollowScheduler, actions) == FollowScheduler("w1", 1)
+
+
+def test_an_answered_heartbeat_extends_the_lease_from_when_it_was_sent() -> None:
+    fed = joined("w1")
+    fed.now = 0.7
+    assert one(RenewLease, fed.tell(HeartbeatSeen(0.5, 0.6, 0, 1.0), "w0")).until_s == 1.5
+    fed.now = 1.4
+    assert not notes("scheduler-lost", fed(DeadlinePassed()))
+    fed.now = 1.5
+    assert notes("scheduler-lost", fed(DeadlinePassed()))
+
+
+def test_a_scheduler_that_leaves_is_succeeded_without_alarm() -> None:
+    lost = notes("scheduler-lost", joined("w1").tell(NodeLost("w0", LEFT), "w0"))
+    assert not lost[0].loud
+
+
+def test_a_member_registers_once_however_often_it_is_asked() -> None:
+    fed = joined("w1")
+    assert said(Register, fed.tell(Rejoin(0, "given up"), "w0")).attempt == 1
+    assert not sent(Register, fed.tell(Rejoin(0, "given up"), "w0"))
+    assert said(Register, fed.tell(Rejoin(1, "given up"), "w0")).attempt == 2
+    assert said(Heartbeat, fed.wait(0.01), SCHEDULER).attempt == 2
+
+
+# --- leases -------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_is_learned_from_the_gaps_between_heartbeats() -> None:
+    leases = Leases()
+    leases.begin("a", 0.0)
+    for beat in range(8):
+        leases.heard("a", 0.25 * beat, beat=True)
+    assert leases.length_s("a") == FLOOR_S
+    leases.heard("a", 2.25, beat=True)  # half a second late
+    assert leases.length_s("a") == 1.5
+    leases.heard("a", 12.25, beat=True)
+    assert leases.length_s("a") == CEILING_S
+    for beat in range(200):
+        leases.heard("a", 12.5 + 0.25 * beat, beat=True)
+    assert leases.length_s("a") == FLOOR_S
+
+
+def test_leases_of_many_members_are_longer() -> None:
+    leases = Leases()
+    for index in range(1000):
+        leases.begin(f"n{index}", 0.0)
+    assert leases.length_s("n0") == 4 * FLOOR_S
+
+
+# --- a new scheduler ----------------------------------------------------------------------------------------
+
+RANGE = ShardRange(0, 0, 100, "s0", 0, "r0")
+SETTINGS = JobSettings(max_delay=4, divergence=0.5)
+READY = JobReady((RANGE,), (ArraySpec("w", (100,), "float32"),), RuleSpec("Sum"), SETTINGS, "float32")
+
+
+class Successor(Fed):
+    """A scheduler of term 1 that waits for w0, w1, s0 and r0; s0 led, r0 followed."""
+
+    def __init__(self) -> None:
+        awaited = ("w0", "w1", "s0", "r0")
+        super().__init__(Scheduler(SchedulerSettings("w0", 1, 5, awaited, 1.0)))
+
+    def reports(self, name: str, *told: JobKnown | ShardReport | ReplicaReport) -> list[Action]:
+        roles = {"w": ("worker",), "s": ("server", "replica"), "r": ("replica",)}[name[0]]
+        actions = self.tell(Register(info(name, roles), name, 1), name)
+        for message in told:
+            actions += self.tell(message, name)
+        return [*actions, *self.tell(Reported(1), name)]
+
+    def leader(self, epoch: int = 0, version: int = 7) -> ShardReport:
+        held = ShardRange(0, 0, 100, "s0", epoch, "r0")
+        applied = AppliedIds(above={"w1": (0, 1)})
+        return ShardReport(held, version, applied, (), "r0", version)
+
+
+def test_a_new_scheduler_decides_once_all_have_reported() -> None:
+    fed = Successor()
+    fed.reports("w0", JobKnown(READY))
+    fed.reports("w1", JobKnown(READY))
+    offer = OfferUpdate("w1#2", 400, (Version(0, 7),), 1.0, 0, (0,), "the scheduler changed")
+    assert not sent(Grant, [*fed.tell(offer, "w1"), *fed.wait(0.5)])
+    fed.reports("s0", fed.leader())
+    rebuilt = fed.reports("r0", ReplicaReport(0, 0, 7, 7))
+    assert notes("rebuilt", rebuilt)
+    assert not sent(LeaderChanged, rebuilt)
+    assert not sent(StepDown, rebuilt)
+    grant = said(Grant, [*rebuilt, *fed.wait(0.1)], "w1")
+    assert grant.parts[0].term == 1
+    assert grant.number >= 2**40
+
+
+def test_a_leader_that_does_not_report_in_time_is_succeeded_by_its_replica() -> None:
+    fed = Successor()
+    for name in ("w0", "w1"):
+        fed.reports(name, JobKnown(READY))
+    fed.reports("r0", ReplicaReport(0, 0, 6, 6))
+    assert not sent(Promote, fed.wait(0.9))
+    assert said(Promote, fed.wait(0.2), "r0").epoch == 1
+
+
+def test_a_host_that_says_the_leader_is_gone_saves_the_wait() -> None:
+    fed = Successor()
+    for name in ("w0", "w1"):
+        fed.reports(name, JobKnown(READY))
+    fed.reports("r0", ReplicaReport(0, 0, 6, 6))
+    assert said(Promote, fed(PeerLost("s0", "connection refused", True)), "r0").epoch == 1
+
+
+def test_of_two_leaders_the_one_of_the_higher_epoch_stays_and_workers_hear_of_it() -> None:
+    fed = Successor()
+    fed.reports("w0", JobKnown(READY))
+    fed.reports("w1", JobKnown(READY))
+    fed.reports("r0", fed.leader(epoch=1, version=6))  # promoted just before the old scheduler died
+    actions = fed.reports("s0", fed.leader(epoch=0))
+    assert said(StepDown, actions, "s0").role == "server.0"
+    change = sent(LeaderChanged, actions, "w1")[0]
+    assert (change.shard.leader, change.shard.epoch, change.version) == ("r0", 1, 6)
+    assert change.applied == AppliedIds(above={"w1": (0, 1)})
+
+
+def test_a_scheduler_that_hears_fewer_than_half_decides_nothing_and_answers_nobody() -> None:
+    fed = Fed(Scheduler(SchedulerSettings("w0", 1, 5, ("w0", "w1", "w2", "w3"), 1.0)))
+    for name in ("w0", "w1", "w2", "w3"):
+        fed.tell(Register(info(name), name, 1), name)
+        fed.tell(Reported(1), name)
+    assert sent(HeartbeatSeen, fed.tell(Heartbeat(0.0, 1), "w0"))
+    fed.now = 1.5  # all others are silent, all at once
+    assert not sent(HeartbeatSeen, fed.tell(Heartbeat(1.5, 1), "w0"))
+    silent = fed(DeadlinePassed())
+    assert notes("undecided", silent)
+    assert not sent(NodeLost, silent)
+
+
+def test_messages_that_may_be_lost_are_gathered_again() -> None:
+    fed = Successor()
+    for name in ("w0", "w1"):
+        fed.reports(name, JobKnown(READY))
+    fed.reports("s0", fed.leader())
+    fed.reports("r0", ReplicaReport(0, 0, 7, 7))
+    assert not fed(PeerLost("w1", "connection reset"))
+    actions = fed.tell(Heartbeat(0.0, 1), "w1")
+    assert {action.node for action in of(Send, actions) if isinstance(action.message, Rejoin)} == {
+        "w0", "w1", "s0", "r0",
+    }  # fmt: skip
+
+
+def test_a_scheduler_that_waits_in_vain_for_most_members_answers_nobody() -> None:
+    fed = Successor()
+    fed.reports("w0", JobKnown(READY))
+    assert sent(HeartbeatSeen, fed.tell(Heartbeat(0.0, 1), "w0"))
+    fed.wait(1.1)
+    assert not sent(HeartbeatSeen, fed.tell(Heartbeat(1.1, 1), "w0"))  # so w0 looks for another
+    for name in ("w1", "s0"):
+        fed.reports(name, JobKnown(READY))
+    assert notes("rebuilt", fed.wait(1.1))
