@@ -17,10 +17,11 @@ from typing import Final
 
 from mlfabric.plan.forest import rotation
 from mlfabric.plan.ordering import position_deadline
-from mlfabric.plan.planner import lay_plan, split_bytes, weigh
+from mlfabric.plan.planner import lay_plan, split_bytes
 from mlfabric.plan.reservation import Booking, Ledger
 from mlfabric.plan.staircase import INF
 from mlfabric.plan.values import Group, JobState, Offer, Part, Placed, Plan, PlannedDrop
+from mlfabric.plan.writing import weigh
 from mlfabric.topology import Link
 from mlfabric.units import format_time
 
@@ -132,11 +133,13 @@ class StandingPlan:
         for placed in laid.plan.placed:
             index = index_of[placed.update]
             sent, offer = layout.sent[index], laid.kept[index]
-            moves = [
-                _Move(offer.update, s, offer.host, sent.targets[s], cargo.parts[index][s], sent.tag, booking)
-                for s, booking in enumerate(sent.bookings)
-            ]
-            for move in moves:
+            moves = []
+            for s, (target, booking) in enumerate(zip(sent.targets, sent.bookings, strict=True)):
+                if booking.pieces and not booking.path:  # its stream of a paced gather
+                    path = self.ledger.path(offer.host, target)
+                    booking = Booking(path, booking.pieces, booking.start_s, booking.finish_s)
+                move = _Move(offer.update, s, offer.host, target, cargo.parts[index][s], sent.tag, booking)
+                moves.append(move)
                 self._watch(move)
             entry = _Entry(offer, cargo.deadlines[index], sent.tag, moves, placed.finish_s)
             self._entries[offer.update] = entry

@@ -263,29 +263,26 @@ class Ledger:
         return booking
 
     def hold_totals(self, totals: Mapping[Staircase, float], from_s: float, to_s: float) -> bool:
-        """Take from each link what several transfers hold together, if all have it; `log_held` says which."""
+        """Take from each link what several transfers hold together, if all links have it."""
         if from_s < self.now_s:
             return False
-        within = []  # links on which the whole stretch lies in one step
+        steps = []  # in which the stretch begins
         for stairs, rate in totals.items():
             starts, residuals = stairs.starts, stairs.residuals
             index = bisect_right(starts, from_s) - 1
-            within.append(index if to_s <= starts[index + 1] else -1)
+            steps.append(index)
             while starts[index] < to_s:
                 if residuals[index] < rate:
                     return False
                 index += 1
-        for (stairs, rate), index in zip(totals.items(), within, strict=True):
-            if index >= 0:
+        for (stairs, rate), index in zip(totals.items(), steps, strict=True):
+            if to_s <= stairs.starts[index + 1]:
                 rest = stairs.residuals[index] - rate
                 cut(stairs.starts, stairs.residuals, index, from_s, to_s, rest)
             else:
                 stairs.add(from_s, to_s, -rate)
+            self._log.append(Booking((stairs,), [(from_s, to_s, rate)], from_s, to_s))
         return True
-
-    def log_held(self, bookings: Iterable[Booking]) -> None:
-        """The bookings that `hold_totals` took the rates of, so that they can be undone."""
-        self._log.extend(bookings)
 
     def release(self, booking: Booking, from_s: float = -INF) -> None:
         """Give back what a booking holds from `from_s` on: all of it, or the remainder of a transfer."""
