@@ -117,11 +117,12 @@ def _gather_racks(ledger: Ledger, cargo: Cargo) -> list[Node] | None:
     leaves_s = [
         sum(parts) / hosts[name].up_bytes_per_s for parts, name in zip(cargo.parts, cargo.hosts, strict=True)
     ]
+    takes = [hosts[name].down_bytes_per_s for name in cargo.hosts]
     ranked = [sorted(members, key=lambda i: (leaves_s[i], i)) for members in racks.values()]
     best: tuple[float, list[tuple[float, list[int]]]] | None = None
     for cuts in RACK_CUTS:
         groups = [group for members in ranked for group in _cut(members, cuts)]
-        timed = sorted((_estimate_ready(ledger, cargo, group, leaves_s), group) for group in groups)
+        timed = sorted([(_estimate_ready(cargo, group, leaves_s, takes), group) for group in groups])
         cost = _estimate_cost(ledger, cargo, timed)
         if best is None or cost < best[0] * WORTH_CUTTING:
             best = (cost, timed)
@@ -135,12 +136,20 @@ def _cut(members: list[int], cuts: int) -> list[list[int]]:
     return [members[first : first + size] for first in range(0, len(members), size)]
 
 
-def _estimate_ready(ledger: Ledger, cargo: Cargo, group: Sequence[int], leaves_s: Sequence[float]) -> float:
+def _estimate_ready(
+    cargo: Cargo, group: Sequence[int], leaves_s: Sequence[float], takes: Sequence[float]
+) -> float:
     """Seconds until a group's sums can leave: its slowest uplink or its aggregators' downlinks decide."""
-    hosts = ledger.network.hosts
-    fastest = max([hosts[cargo.hosts[i]].down_bytes_per_s for i in group])
+    fastest = max([takes[i] for i in group])
     coming = (len(group) - 1) * max(cargo.parts[group[0]])
-    return max(leaves_s[group[-1]], coming / fastest)
+    homes = [cargo.hosts[i] for i in group]
+    slowest_s = leaves_s[group[-1]]
+    if len(set(homes)) < len(homes):  # some have several to send
+        busy_s: dict[str, float] = {}
+        for i, home in zip(group, homes, strict=True):
+            busy_s[home] = busy_s.get(home, 0.0) + leaves_s[i]
+        slowest_s = max(busy_s.values())
+    return max(slowest_s, coming / fastest)
 
 
 def _estimate_cost(ledger: Ledger, cargo: Cargo, timed: Sequence[tuple[float, Sequence[int]]]) -> float:
