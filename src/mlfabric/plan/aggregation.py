@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from mlfabric.plan.chains import chain_plans
 from mlfabric.plan.forest import Cargo, Gather, Layout, Node, lay_out
@@ -96,38 +96,54 @@ def _over(ledger: Ledger, cargo: Cargo, units: list[Node], depth: int, now_s: fl
     yield min(found, key=lambda pair: pair[0])[1]
 
 
+class _Racks(NamedTuple):
+    """What the rough estimates about racks look at, by update."""
+
+    cargo: Cargo
+    leaves_s: Sequence[float]  # alone over its uplink
+    takes: Sequence[float]  # its host's downlink
+    rank: Sequence[
+        tuple[float, str] | None
+    ]  # of its host as an aggregator, fastest first; None: it may not sum
+
+
 def _gather_racks(ledger: Ledger, cargo: Cargo) -> list[Node] | None:
     """What is in one rack summed there, in a few groups by speed; None without racks.
 
     Cutting a rack spares its fast hosts the wait for its slow ones but makes more sums for the servers to
     take; how often to cut is decided by a rough estimate of both.
     """
-    hosts = ledger.network.hosts
-    servers = {hosts[server].rack for server in cargo.servers}
-    racks: dict[str, list[int]] = {}
+    found = [ledger.network.hosts[name] for name in cargo.hosts]
+    servers = {ledger.network.hosts[server].rack for server in cargo.servers}
+    members: dict[str, list[int]] = {}
     alone: list[Node] = []
-    for index, name in enumerate(cargo.hosts):
-        rack = hosts[name].rack
-        if rack is None or (rack in servers and len(servers) == 1):
+    for index, host in enumerate(found):
+        if host.rack is None or (host.rack in servers and len(servers) == 1):
             alone.append(index)
         else:
-            racks.setdefault(rack, []).append(index)
-    if not any(len(members) > 1 for members in racks.values()):
+            members.setdefault(host.rack, []).append(index)
+    if not any(len(inside) > 1 for inside in members.values()):
         return None
-    leaves_s = [
-        sum(parts) / hosts[name].up_bytes_per_s for parts, name in zip(cargo.parts, cargo.hosts, strict=True)
-    ]
-    takes = [hosts[name].down_bytes_per_s for name in cargo.hosts]
-    ranked = [sorted(members, key=lambda i: (leaves_s[i], i)) for members in racks.values()]
+    able = cargo.aggregators.difference(cargo.servers)
+    racks = _Racks(
+        cargo,
+        [sum(parts) / host.up_bytes_per_s for parts, host in zip(cargo.parts, found, strict=True)],
+        [host.down_bytes_per_s for host in found],
+        [
+            (-min(host.up_bytes_per_s, host.down_bytes_per_s), host.name) if host.name in able else None
+            for host in found
+        ],
+    )
+    ranked = [[i for _, i in sorted([(racks.leaves_s[i], i) for i in inside])] for inside in members.values()]
     best: tuple[float, list[tuple[float, list[int]]]] | None = None
     for cuts in RACK_CUTS:
-        groups = [group for members in ranked for group in _cut(members, cuts)]
-        timed = sorted([(_estimate_ready(cargo, group, leaves_s, takes), group) for group in groups])
+        groups = [group for inside in ranked for group in _cut(inside, cuts)]
+        timed = sorted([(_estimate_ready(racks, group), group) for group in groups])
         cost = _estimate_cost(ledger, cargo, timed)
         if best is None or cost < best[0] * WORTH_CUTTING:
             best = (cost, timed)
     assert best is not None
-    return [*alone, *(_gather_at_members(ledger, cargo, sorted(group)) for _, group in best[1])]
+    return [*alone, *(_gather_at_members(racks, sorted(group)) for _, group in best[1])]
 
 
 def _cut(members: list[int], cuts: int) -> list[list[int]]:
@@ -136,10 +152,9 @@ def _cut(members: list[int], cuts: int) -> list[list[int]]:
     return [members[first : first + size] for first in range(0, len(members), size)]
 
 
-def _estimate_ready(
-    cargo: Cargo, group: Sequence[int], leaves_s: Sequence[float], takes: Sequence[float]
-) -> float:
+def _estimate_ready(racks: _Racks, group: Sequence[int]) -> float:
     """Seconds until a group's sums can leave: its slowest uplink or its aggregators' downlinks decide."""
+    cargo, leaves_s, takes = racks.cargo, racks.leaves_s, racks.takes
     fastest = max([takes[i] for i in group])
     coming = (len(group) - 1) * max(cargo.parts[group[0]])
     homes = [cargo.hosts[i] for i in group]
@@ -166,14 +181,11 @@ def _estimate_cost(ledger: Ledger, cargo: Cargo, timed: Sequence[tuple[float, Se
     return at_s if cargo.last_counts else total / count
 
 
-def _gather_at_members(ledger: Ledger, cargo: Cargo, members: Sequence[int]) -> Node:
+def _gather_at_members(racks: _Racks, members: Sequence[int]) -> Node:
     """The members gathered at the fastest of themselves, another one for each shard."""
-    hosts = ledger.network.hosts
-    servers = set(cargo.servers)
-    able = {cargo.hosts[i] for i in members if cargo.hosts[i] in cargo.aggregators} - servers
-    fastest = sorted(
-        able, key=lambda name: (-min(hosts[name].up_bytes_per_s, hosts[name].down_bytes_per_s), name)
-    )[: max(1, HOSTS_TRIED)]
+    cargo = racks.cargo
+    able = {racks.rank[i] for i in members}
+    fastest = [name for _, name in sorted([rank for rank in able if rank is not None])[:HOSTS_TRIED]]
     if len(members) < 2 or not fastest:
         return members[0] if len(members) == 1 else Gather(tuple(members), tuple(cargo.servers))
     at = tuple(fastest[shard % len(fastest)] for shard in range(len(cargo.servers)))
