@@ -47,13 +47,13 @@ def aggregate_updates(ledger: Ledger, cargo: Cargo, now_s: float) -> Layout:
     mark = ledger.mark()
     best_cost, best, standing = INF, direct, None
     for nodes in _candidates(ledger, cargo, direct, mark, now_s):
-        if nodes is direct and least_direct_cost(ledger, cargo, now_s) >= best_cost:
+        if nodes is direct and least_direct_cost(ledger, cargo) >= best_cost:
             continue
         if not cargo.meets_deadlines(nodes):
             continue
         ledger.undo(mark)
         standing = lay_out(ledger, cargo, nodes, now_s)
-        cost = standing.cost(cargo.last_counts)
+        cost = standing.cost(cargo.last_counts, now_s)
         if cost < best_cost * (1 - TIME_TOLERANCE):
             best_cost, best = cost, nodes
     if standing is None or standing.nodes is not best:

@@ -122,10 +122,11 @@ class Layout(NamedTuple):
     sums: list[Sum]
     finishes: dict[int, float]  # by update: when the last shard's server has it
 
-    def cost(self, last_counts: bool) -> float:
+    def cost(self, last_counts: bool, now_s: float = 0.0) -> float:
+        """Seconds from now: the last completion or their mean."""
         if last_counts:
-            return max(self.finishes.values())
-        return sum(self.finishes.values()) / len(self.finishes)
+            return max(self.finishes.values()) - now_s
+        return sum(self.finishes.values()) / len(self.finishes) - now_s
 
 
 def empty_layout(nodes: Sequence[Node] = ()) -> Layout:

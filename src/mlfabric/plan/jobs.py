@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mlfabric.errors import FabricError
-from mlfabric.plan.planner import plan_on_ledger, plan_updates
+from mlfabric.plan.planner import lay_plan, plan_updates
 from mlfabric.plan.reservation import open_ledger
 from mlfabric.plan.staircase import INF
 from mlfabric.plan.values import JobState, Offer, Plan, Reserved
@@ -111,11 +111,11 @@ def plan_jobs(
     "weights": each job plans on its part of every link, as if the others always used theirs.
     """
     if policy == "interleave":
-        ledger = open_ledger(network, reserved, now)
+        ledger = open_ledger(network, reserved, 0.0)
         by_name = {job.name: (job, offers) for job, offers in jobs}
         bursts = [Burst(job.name, _burst_s(network, job, offers), job.weight) for job, offers in jobs]
         return {
-            turn.job: plan_on_ledger(ledger, *by_name[turn.job], now)
+            turn.job: lay_plan(ledger, *by_name[turn.job], 0.0, offset_s=now).plan
             for turn in interleave_bursts(bursts, now)
         }
     if policy != "weights":

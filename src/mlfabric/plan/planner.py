@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 from mlfabric.plan.aggregation import aggregate_updates
 from mlfabric.plan.fair import lay_out_fairly
 from mlfabric.plan.forest import Cargo, Layout
+from mlfabric.plan.grouping import TIME_TOLERANCE
 from mlfabric.plan.ordering import estimate_durations, order_updates, position_deadline
 from mlfabric.plan.reservation import Ledger, open_ledger
 from mlfabric.plan.staircase import INF
@@ -136,18 +137,18 @@ def _choose_head(ledger: Ledger, job: JobState, kept: Sequence[Offer], now_s: fl
     mark = ledger.mark()
     servers = [shard.server for shard in job.shards]
     for position in range(min(HEAD_POSITIONS, len(order) - 1)):
-        best, best_finish = position, INF
+        best, best_s = position, INF
         for index in range(position, min(position + HEAD_CHOICES, len(order))):
             offer = order[index]
             if index > position and position_deadline(order[index - 1], job) < index:
                 break  # the one before can't be overtaken
             sizes = split_bytes(offer.size_bytes, job.shards)
-            finish_s = max(
-                ledger.finish(ledger.path(offer.host, server), size, now_s)
+            lasts_s = max(
+                ledger.finish(ledger.path(offer.host, server), size, now_s) - now_s
                 for server, size in zip(servers, sizes, strict=True)
             )
-            if finish_s < best_finish * (1 - 1e-9):
-                best, best_finish = index, finish_s
+            if lasts_s < best_s * (1 - TIME_TOLERANCE):
+                best, best_s = index, lasts_s
         offer = order.pop(best)
         order.insert(position, offer)
         for server, size in zip(servers, split_bytes(offer.size_bytes, job.shards), strict=True):

@@ -33,7 +33,7 @@ from mlfabric.units import format_time
 Replicated = tuple[tuple[ReplicaMessage, ...], tuple[HeldStep, ...]]
 
 
-class Message(NamedTuple):
+class Arrival(NamedTuple):
     """What arrives at the servers as one: an update, or a sum. Members by deadline."""
 
     members: Sequence[int]
@@ -54,7 +54,7 @@ def write_plan(
     offset_s: float,
 ) -> Plan:
     """The whole plan; the messages to the replicas are reserved here, once the order is known."""
-    messages = number_messages(arriving_messages(layout, cargo.deadlines))
+    messages = number_arrivals(find_arrivals(layout, cargo.deadlines))
     placed = _write_placed(job, kept, cargo, layout, messages, durations_s, now_s, offset_s)
     groups = _write_groups(job, kept, cargo, layout, offset_s)
     replication, held = _replicate(ledger, job, kept, cargo, layout, messages, now_s, offset_s)
@@ -64,30 +64,31 @@ def write_plan(
 # -- positions
 
 
-def arriving_messages(layout: Layout, deadlines: Sequence[int]) -> list[Message]:
+def find_arrivals(layout: Layout, deadlines: Sequence[int]) -> list[Arrival]:
     """The layout's nodes as the servers see them."""
     messages = []
     for k, node in enumerate(layout.nodes):
         members = members_of(node)
         if len(members) > 1:
             members = tuple(sorted(members, key=lambda i: (deadlines[i], i)))
-        messages.append(Message(members, layout.finishes[members[0]], last_position(members, deadlines), k))
+        messages.append(Arrival(members, layout.finishes[members[0]], last_position(members, deadlines), k))
     return messages
 
 
-def number_messages(messages: Sequence[Message]) -> list[Message]:
+def number_arrivals(messages: Sequence[Arrival]) -> list[Arrival]:
     """In the order of application: by predicted completion, except where a deadline wants one earlier.
 
     From the back, each place goes to the message that completes last among those whose deadline allows it.
     So no two neighbours stand against their completions unless the other way round one would be too late; and
-    if any order meets all deadlines this one does: a message that may be last can always be put last.
+    if any order meets all deadlines this one does: a message that may be last can always be put last. Where
+    none may be last any more, as one was overtaken, it is the one that is too late by the least.
     """
     waiting = sorted(range(len(messages)), key=lambda k: (messages[k].last_position, k))
     eligible: list[tuple[float, int]] = []
-    reverse: list[Message] = []
+    reverse: list[Arrival] = []
     position = sum([len(message.members) for message in messages]) - 1
     while position >= 0:
-        while waiting and messages[waiting[-1]].last_position >= position:
+        while waiting and (not eligible or messages[waiting[-1]].last_position >= position):
             k = waiting.pop()
             heappush(eligible, (-messages[k].finish_s, -k))
         message = messages[-heappop(eligible)[1]]
@@ -96,7 +97,7 @@ def number_messages(messages: Sequence[Message]) -> list[Message]:
     return reverse[::-1]
 
 
-def _hurried(messages: Sequence[Message]) -> list[bool]:
+def _hurried(messages: Sequence[Arrival]) -> list[bool]:
     """By message: does it stand before one that arrives earlier?"""
     hurried = []
     earliest = INF
@@ -114,7 +115,7 @@ def _write_placed(
     kept: Sequence[Offer],
     cargo: Cargo,
     layout: Layout,
-    messages: Sequence[Message],
+    messages: Sequence[Arrival],
     durations_s: Mapping[str, float],
     now_s: float,
     offset_s: float,
@@ -238,7 +239,7 @@ def _replicate(
     kept: Sequence[Offer],
     cargo: Cargo,
     layout: Layout,
-    order: Sequence[Message],
+    order: Sequence[Arrival],
     now_s: float,
     offset_s: float,
 ) -> Replicated:
