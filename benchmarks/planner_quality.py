@@ -17,6 +17,7 @@ from tests.plan.oracles import best_assignment, best_grouping, completions, grou
 
 from mlfabric.plan.aggregation import aggregate_updates
 from mlfabric.plan.allreduce import choose_participants, lower_bound
+from mlfabric.plan.numbering import plan_cost
 from mlfabric.plan.ordering import order_updates
 from mlfabric.topology import Host, Network
 
@@ -34,7 +35,8 @@ def ordering_ratio(seed: int) -> float | None:
 def grouping_ratio(seed: int) -> float:
     ledger, cargo = grouping_case(seed, workers=2 + seed % 4)
     mark = ledger.mark()
-    ours = aggregate_updates(ledger, cargo, 0.0).cost(cargo.last_counts)
+    layout = aggregate_updates(ledger, cargo, 0.0)
+    ours = plan_cost(layout.nodes, layout.finishes, cargo, 0.0)
     ledger.undo(mark)
     return ours / best_grouping(ledger, cargo)
 

@@ -10,6 +10,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from mlfabric.plan.forest import Cargo, Gather, Node, lay_out
+from mlfabric.plan.numbering import plan_cost
 from mlfabric.plan.ordering import position_deadline
 from mlfabric.plan.reservation import Ledger
 from mlfabric.plan.staircase import INF
@@ -98,7 +99,7 @@ def groupings(cargo: Cargo) -> Iterator[list[Node]]:
 
 def cost_of(ledger: Ledger, cargo: Cargo, nodes: Sequence[Node]) -> float:
     mark = ledger.mark()
-    cost = lay_out(ledger, cargo, nodes, 0.0).cost(cargo.last_counts)
+    cost = plan_cost(nodes, lay_out(ledger, cargo, nodes, 0.0).finishes, cargo, 0.0)
     ledger.undo(mark)
     return cost
 

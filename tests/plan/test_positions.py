@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlfabric.plan.forest import lay_out
 from mlfabric.plan.jobs import plan_jobs
+from mlfabric.plan.numbering import Arrival, applied_s, number_arrivals, plan_cost
 from mlfabric.plan.ordering import POLICIES, position_deadline
-from mlfabric.plan.planner import plan_updates
+from mlfabric.plan.planner import lay_plan, plan_updates
+from mlfabric.plan.reservation import open_ledger
 from mlfabric.plan.values import JobState, Offer, Plan, Reserved, Shard
-from mlfabric.plan.writing import Arrival, number_arrivals
 from mlfabric.topology import Host, Network
 from tests.plan.cases import odd_case, random_case
 
@@ -98,6 +100,56 @@ def test_numbering_finds_an_order_in_time_if_there_is_one(raw: list[tuple[int, f
     feasible = any(in_time(order) for order in itertools.permutations(arrivals))
     if feasible:
         assert in_time(tuple(number_arrivals(arrivals)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 9), st.integers(0, 7)), max_size=6))
+def test_no_order_in_time_lets_single_updates_be_applied_sooner(raw: list[tuple[float, int]]) -> None:
+    arrivals = [Arrival((k,), finish_s, last, k) for k, (finish_s, last) in enumerate(raw)]
+    in_time = [
+        order
+        for order in itertools.permutations(arrivals)
+        if all(position <= arrival.last_position for position, arrival in enumerate(order))
+    ]
+    if in_time:
+        best = min(sum(applied_s(order)) for order in in_time)
+        assert sum(applied_s(number_arrivals(arrivals))) <= best * (1 + 1e-12)
+
+
+@settings(max_examples=80, deadline=None)
+@given(seeds)
+def test_no_plan_costs_more_than_sending_all_straight_in_order(seed: int) -> None:
+    """Counted by when updates are applied: waiting at the server for an older one is waiting too."""
+    network, moving, job, offers = drawn_case(seed)
+    laid = lay_plan(open_ledger(network, moving, 0.0), job, offers, 0.0)
+    if not laid.kept:
+        return
+    straight = range(len(laid.kept))
+    ledger = open_ledger(network, moving, 0.0)
+    if job.max_rate_bytes_per_s is not None:
+        ledger = ledger.limited(job.max_rate_bytes_per_s)
+    finishes = lay_out(ledger, laid.cargo, straight, 0.0).finishes
+    ours = plan_cost(laid.layout.nodes, laid.layout.finishes, laid.cargo, 0.0)
+    assert ours <= plan_cost(straight, finishes, laid.cargo, 0.0) * (1 + 1e-9)
+    if job.objective == "mean":
+        waited = itertools.accumulate((placed.finish_s for placed in laid.plan.placed), max)
+        assert ours == pytest.approx(sum(waited) / len(laid.kept))
+
+
+def test_slow_update_that_others_wait_for_is_sent_first() -> None:
+    """Of seven updates the slow one may be third at most, so four wait for it however early they arrive."""
+    rate = 1e8
+    hosts = [Host("s", rate, rate), Host("slow", rate / 4, rate / 4)]
+    hosts += [Host(f"w{i}", rate, rate) for i in range(6)]
+    names = tuple(host.name for host in hosts[1:])
+    job = JobState(placed_version=10, max_delay=9, shards=(Shard(0, "s"),), aggregators=names)
+    offers = [Offer(f"u-{name}", name, name, 10**8, 10 if name != "slow" else 3) for name in names]
+    plan = plan_updates(Network.of(hosts), [], job, offers, 0.0)
+    (slow,) = [placed for placed in plan.placed if placed.update == "u-slow"]
+    assert slow.position <= 2
+    assert slow.finish_s == pytest.approx(4.0)  # its own link's time: nobody is in its way
+    waited = list(itertools.accumulate((placed.finish_s for placed in plan.placed), max))
+    assert sum(waited) / 7 < 3.7
 
 
 def shifted(entry: Any, by_s: float) -> Any:

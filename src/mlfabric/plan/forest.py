@@ -40,6 +40,10 @@ class Cargo(NamedTuple):
     levels: int = 1  # of gathers
     search_transfers: int = 300  # that a search by local moves may lay out on trial
 
+    def may_be_late(self) -> bool:
+        """Can a deadline want an update earlier than it arrives? Not if all may be last."""
+        return bool(self.deadlines) and not self.last_counts and min(self.deadlines) < len(self.hosts) - 1
+
     def meets_deadlines(self, nodes: Iterable[Node]) -> bool:
         """Is there an order of the nodes in which every member is in time? The most urgent first tells."""
         if not self.deadlines:
@@ -121,12 +125,6 @@ class Layout(NamedTuple):
     sent: dict[int, Sent]
     sums: list[Sum]
     finishes: dict[int, float]  # by update: when the last shard's server has it
-
-    def cost(self, last_counts: bool, now_s: float = 0.0) -> float:
-        """Seconds from now: the last completion or their mean."""
-        if last_counts:
-            return max(self.finishes.values()) - now_s
-        return sum(self.finishes.values()) / len(self.finishes) - now_s
 
 
 def empty_layout(nodes: Sequence[Node] = ()) -> Layout:

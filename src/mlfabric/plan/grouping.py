@@ -23,6 +23,7 @@ from mlfabric.plan.forest import (
     members_of,
     send,
 )
+from mlfabric.plan.numbering import plan_cost
 from mlfabric.plan.reservation import Booking, Ledger
 from mlfabric.plan.staircase import INF, Path
 
@@ -126,7 +127,7 @@ class GroupSearch:
         layout = lay_out(self.ledger, self.cargo, nodes, self.now_s)
         self.ledger.undo(mark)
         self.trials_left -= self.transfers
-        return layout.cost(self.cargo.last_counts, self.now_s)
+        return plan_cost(nodes, layout.finishes, self.cargo, self.now_s)
 
     def _greedy(self, run: int) -> tuple[float, list[Node]]:
         """`run` units direct, then groups, each as long as it is ready when the server's link is free."""
@@ -152,7 +153,7 @@ class GroupSearch:
         self.trials_left -= self.transfers
         if not cargo.meets_deadlines(nodes):
             return INF, nodes
-        return layout.cost(cargo.last_counts, self.now_s), nodes
+        return plan_cost(nodes, layout.finishes, cargo, self.now_s), nodes
 
     def _group(
         self,

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Final
 
 from mlfabric.plan.forest import last_position, rotation
+from mlfabric.plan.numbering import Arrival, number_arrivals
 from mlfabric.plan.ordering import position_deadline
 from mlfabric.plan.planner import lay_plan, split_bytes
 from mlfabric.plan.reservation import Booking, Ledger
@@ -29,7 +30,6 @@ from mlfabric.plan.standing import (
     write_placed,
 )
 from mlfabric.plan.values import JobState, Offer, Plan, PlannedDrop
-from mlfabric.plan.writing import Arrival, number_arrivals
 from mlfabric.topology import Link
 from mlfabric.units import format_time
 
@@ -222,7 +222,7 @@ class StandingPlan:
         settled = self._find_position(deadline, ends_s, None)
         assert settled is not None
         self._order.insert(settled, entry)
-        how = f"straight to the server, there in {format_time(ends_s - now_s)}"
+        how = f"straight to the server; at the server in {format_time(ends_s - now_s)}"
         return PlanChange((write_placed(self.job, entry, settled, how),), (), (), settled + 1)
 
     def _join(self, group: StandingGroup, entry: StandingUpdate, position: int, now_s: float) -> PlanChange:

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from mlfabric.plan.aggregation import aggregate_updates
 from mlfabric.plan.fair import lay_out_fairly
-from mlfabric.plan.forest import Cargo, Layout
+from mlfabric.plan.forest import Cargo, Layout, lay_out
 from mlfabric.plan.grouping import TIME_TOLERANCE
 from mlfabric.plan.ordering import estimate_durations, order_updates, position_deadline
 from mlfabric.plan.reservation import Ledger, open_ledger
@@ -68,7 +68,7 @@ def lay_plan(
         hosts=[offer.host for offer in kept],
         parts=parts,
         servers=[shard.server for shard in job.shards],
-        aggregators=frozenset(job.aggregators) if job.policy == "mlfabric" else frozenset(),
+        aggregators=frozenset(job.aggregators),
         last_counts=job.objective == "last",
         deadlines=[position_deadline(offer, job) for offer in kept],
         chunk_bytes=job.chunk_bytes,
@@ -77,8 +77,10 @@ def lay_plan(
     )
     if job.policy == "fair-share":
         layout = lay_out_fairly(ledger, cargo, now_s)
-    else:
+    elif job.policy == "mlfabric":
         layout = aggregate_updates(ledger, cargo, now_s)
+    else:
+        layout = lay_out(ledger, cargo, range(len(kept)), now_s)
     drops = (*unreachable, *ordered.drops)
     plan = write_plan(ledger, job, kept, cargo, layout, durations, drops, now_s, offset_s)
     return Laid(plan, kept, cargo, layout)

@@ -44,7 +44,8 @@ class Shard:
     server: str  # host
     replica: str | None = None  # host
     share: float = 1.0
-    pending_norm: float = 0.0  # movement its replica has not got
+    pending_norm: float = 0.0  # movement its replicas have not got
+    more_replicas: tuple[str, ...] = ()  # hosts that follow besides; each keeps the bound by itself
 
 
 @dataclass(frozen=True, slots=True)

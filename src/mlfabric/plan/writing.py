@@ -1,19 +1,17 @@
 """A plan's records, each with its reason, from what was laid out on the ledger.
 
-Decides one thing, the numbering: positions follow predicted completion as far as deadlines allow. Everything
-else here only writes down. The ledger's times may be counted from another moment than the plan's;
-`offset_s` lies between them.
+Decides nothing but when the replicas get their messages, for which the order must be known. The ledger's
+times may be counted from another moment than the plan's; `offset_s` lies between them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from heapq import heappop, heappush
-from typing import NamedTuple
 
 from msgspec import structs
 
-from mlfabric.plan.forest import Cargo, Layout, Sent, Sum, last_position, members_of, node_tag
+from mlfabric.plan.forest import Cargo, Layout, Sent, Sum, node_tag
+from mlfabric.plan.numbering import Arrival, applied_s, find_arrivals, hold_others_up, number_arrivals
 from mlfabric.plan.replication import Follower, ServerStep, plan_replication
 from mlfabric.plan.reservation import Ledger
 from mlfabric.plan.staircase import INF
@@ -33,15 +31,6 @@ from mlfabric.units import format_time
 Replicated = tuple[tuple[ReplicaMessage, ...], tuple[HeldStep, ...]]
 
 
-class Arrival(NamedTuple):
-    """What arrives at the servers as one: an update, or a sum. Members by deadline."""
-
-    members: Sequence[int]
-    finish_s: float
-    last_position: int  # that its last member may have
-    node: int  # its place in the layout
-
-
 def write_plan(
     ledger: Ledger,
     job: JobState,
@@ -54,57 +43,11 @@ def write_plan(
     offset_s: float,
 ) -> Plan:
     """The whole plan; the messages to the replicas are reserved here, once the order is known."""
-    messages = number_arrivals(find_arrivals(layout, cargo.deadlines))
+    messages = number_arrivals(find_arrivals(layout.nodes, layout.finishes, cargo.deadlines))
     placed = _write_placed(job, kept, cargo, layout, messages, durations_s, now_s, offset_s)
     groups = _write_groups(job, kept, cargo, layout, offset_s)
     replication, held = _replicate(ledger, job, kept, cargo, layout, messages, now_s, offset_s)
     return Plan(placed, groups, tuple(drops), replication, held)
-
-
-# -- positions
-
-
-def find_arrivals(layout: Layout, deadlines: Sequence[int]) -> list[Arrival]:
-    """The layout's nodes as the servers see them."""
-    messages = []
-    for k, node in enumerate(layout.nodes):
-        members = members_of(node)
-        if len(members) > 1:
-            members = tuple(sorted(members, key=lambda i: (deadlines[i], i)))
-        messages.append(Arrival(members, layout.finishes[members[0]], last_position(members, deadlines), k))
-    return messages
-
-
-def number_arrivals(messages: Sequence[Arrival]) -> list[Arrival]:
-    """In the order of application: by predicted completion, except where a deadline wants one earlier.
-
-    From the back, each place goes to the message that completes last among those whose deadline allows it.
-    So no two neighbours stand against their completions unless the other way round one would be too late; and
-    if any order meets all deadlines this one does: a message that may be last can always be put last. Where
-    none may be last any more, as one was overtaken, it is the one that is too late by the least.
-    """
-    waiting = sorted(range(len(messages)), key=lambda k: (messages[k].last_position, k))
-    eligible: list[tuple[float, int]] = []
-    reverse: list[Arrival] = []
-    position = sum([len(message.members) for message in messages]) - 1
-    while position >= 0:
-        while waiting and (not eligible or messages[waiting[-1]].last_position >= position):
-            k = waiting.pop()
-            heappush(eligible, (-messages[k].finish_s, -k))
-        message = messages[-heappop(eligible)[1]]
-        reverse.append(message)
-        position -= len(message.members)
-    return reverse[::-1]
-
-
-def _hurried(messages: Sequence[Arrival]) -> list[bool]:
-    """By message: does it stand before one that arrives earlier?"""
-    hurried = []
-    earliest = INF
-    for message in reversed(messages):
-        hurried.append(message.finish_s > earliest)
-        earliest = min(earliest, message.finish_s)
-    return hurried[::-1]
 
 
 # -- updates
@@ -127,9 +70,12 @@ def _write_placed(
     written: dict[int, tuple[Part, ...]] = {}  # members of a paced gather share their bookings
     placed: list[Placed] = []
     sent_of, version, concurrency = layout.sent, job.placed_version, job.concurrency
-    for message, hurried in zip(messages, _hurried(messages), strict=True):
+    orders = zip(messages, hold_others_up(messages), applied_s(messages), strict=True)
+    for message, hurried, at_s in orders:
         bound = f"{limit}; before others that arrive earlier, later would break it" if hurried else limit
-        arrives = f"there in {format_time(message.finish_s - now_s)}"
+        arrives = f"at the server in {format_time(message.finish_s - now_s)}"
+        if at_s > message.finish_s:
+            arrives = f"{arrives}, applied in {format_time(at_s - now_s)} behind others of an older model"
         finish_s = message.finish_s + offset_s
         ways: dict[str | None, str] = {}  # of inner groups of one message, by tag
         for index in message.members:
@@ -137,8 +83,9 @@ def _write_placed(
             delay = version + position - offer.base_version
             tag = sent.tag
             if tag is None:
-                alone = format_time(durations_s[offer.update])
-                way = f"straight to the server{by_policy}, {alone} over idle links; {arrives}"
+                alone_s = durations_s[offer.update]
+                alone = f"{format_time(alone_s)} over idle links" if alone_s > 0 else "it is on that host"
+                way = f"straight to the server{by_policy}, {alone}; {arrives}"
             elif tag in ways:
                 way = ways[tag]
             else:
@@ -251,7 +198,8 @@ def _replicate(
     sums = {(found.tag, found.shard): found.booking.finish_s for found in layout.sums}
     norms = [sum([kept[index].norm for index in message.members]) for message in order]
     for s, shard in enumerate(job.shards):
-        if shard.replica is None or shard.replica not in ledger.network.hosts:
+        followers = [name for name in (shard.replica, *shard.more_replicas) if name in ledger.network.hosts]
+        if not followers:
             continue
         steps = []
         for message, norm in zip(order, norms, strict=True):
@@ -260,10 +208,16 @@ def _replicate(
                 at_s = layout.sent[message.members[0]].bookings[s].finish_s
             steps.append(ServerStep(kept[message.members[-1]].update, at_s, norm))
         size = max([parts[s] for parts in cargo.parts])
-        follower = Follower(
-            shard.index, shard.server, shard.replica, size, job.divergence, shard.pending_norm
+        plan = plan_replication(
+            ledger,
+            [
+                Follower(shard.index, shard.server, name, size, job.divergence, shard.pending_norm)
+                for name in followers
+                if name is not None
+            ],
+            steps,
+            now_s,
         )
-        plan = plan_replication(ledger, [follower], steps, now_s)
         messages += plan.messages
         held += plan.held
     return (
