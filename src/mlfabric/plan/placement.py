@@ -1,14 +1,15 @@
 """Which hosts lead the shards of a model, which follow, and when a lead moves.
 
-Shards are spread over the fastest hosts in proportion to what their links carry; a replica sits on another
-host, in another rack if there is one. When a server's link degrades its lead moves to the replica, where the
-state already is; only if another host is so much better that the bytes of the move pay does the shard itself
-move. Moving costs are counted, so links that flap don't make leads flap.
+Shards are spread over the fastest hosts in proportion to what their links carry, and over racks, as leads in
+one rack share its link; a replica sits on another host, in another rack if there is one. When a server's link
+degrades its lead moves to the replica, where the state already is; only if another host is so much better
+that the bytes of the move pay does the shard itself move. Moving costs are counted, so links that flap don't
+make leads flap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -36,21 +37,60 @@ def host_bandwidth(network: Network, name: str) -> float:
 def place_shards(
     network: Network, candidates: Sequence[str], count: int, replicas: bool = False
 ) -> tuple[Shard, ...]:
-    """`count` shards on the fastest candidates, shares by bandwidth; replicas on other hosts if asked for."""
+    """`count` shards on the fastest candidates, shares by bandwidth; replicas on other hosts if asked for.
+
+    Leads in one rack share its link, so each further one there counts with its part of it only.
+    """
     ranked = sorted(set(candidates), key=lambda name: (-host_bandwidth(network, name), name))
     ranked = [name for name in ranked if host_bandwidth(network, name) > 0]
     if len(ranked) < count or count < 1:
         raise FabricError(f"{count} shards need as many hosts with bandwidth; there are {len(ranked)}")
-    servers = ranked[:count]
-    whole = sum(host_bandwidth(network, name) for name in servers)
+    servers, inside = _spread_over_racks(network, ranked, count)
+    carries = {name: _bandwidth_among(network, name, inside) for name in servers}
+    whole = sum(carries.values())
     taken = dict.fromkeys(servers, 1)
     shards = []
     for index, server in enumerate(servers):
         replica = _choose_replica(network, server, ranked, taken) if replicas else None
         if replica is not None:
             taken[replica] = taken.get(replica, 0) + 1
-        shards.append(Shard(index, server, replica, host_bandwidth(network, server) / whole))
+        shards.append(Shard(index, server, replica, carries[server] / whole))
     return tuple(shards)
+
+
+def _spread_over_racks(
+    network: Network, ranked: Sequence[str], count: int
+) -> tuple[list[str], dict[str | None, int]]:
+    """The hosts that carry most as leads, one after the other, and how many are in each rack."""
+    servers: list[str] = []
+    inside: dict[str | None, int] = {}
+    queues: dict[str | None, list[str]] = {}  # hosts of each rack, the fastest last
+    for name in reversed(ranked):
+        queues.setdefault(network.hosts[name].rack, []).append(name)
+    while len(servers) < count:
+        fronts = [queue[-1] for queue in queues.values() if queue]
+        chosen = min(
+            fronts,
+            key=lambda name: (
+                -_bandwidth_among(network, name, inside, 1),
+                0 if network.hosts[name].rack is None else inside.get(network.hosts[name].rack, 0),
+                name,
+            ),
+        )
+        rack = network.hosts[chosen].rack
+        servers.append(queues[rack].pop())
+        inside[rack] = inside.get(rack, 0) + 1
+    return servers, inside
+
+
+def _bandwidth_among(network: Network, name: str, inside: Mapping[str | None, int], more: int = 0) -> float:
+    """A lead's bandwidth among so many others, and `more`, in its rack."""
+    host = network.hosts[name]
+    own = min(host.up_bytes_per_s, host.down_bytes_per_s)
+    if host.rack is None:
+        return own
+    link = min(network.capacity(Link(host.rack, way)) for way in ("up", "down"))
+    return min(own, link / max(1, inside.get(host.rack, 0) + more))
 
 
 def _choose_replica(
