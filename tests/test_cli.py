@@ -69,6 +69,18 @@ def test_plan_shows_what_goes_to_the_replica(tmp_path: Path) -> None:
     assert "server to replica idle" in done.stdout
 
 
+def test_plan_lets_jobs_take_turns() -> None:
+    done = mlfabric("plan", "--together", "interleave", "many-jobs")
+    assert done.returncode == 0, done.stderr
+    turns = [line for line in done.stdout.splitlines() if line.startswith("Turn")]
+    assert len(turns) == 3
+    assert "Turn 1 on what they share: job late, its burst of" in turns[0]
+    assert sum(line.startswith("Job ") for line in done.stdout.splitlines()) == 3
+    plans = json.loads(mlfabric("plan", "--together", "weights", "--json", "many-jobs").stdout)
+    assert sorted(plans) == ["large", "late", "vision"]
+    assert "known are interleave, weights" in refused("plan", "--together", "luck", "many-jobs")
+
+
 def test_plan_prints_json_with_a_reason_for_every_entry() -> None:
     done = mlfabric("plan", "--json", str(EXAMPLE))
     planned: dict[str, Any] = json.loads(done.stdout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated
 
 import typer
@@ -12,6 +12,7 @@ from rich.text import Text
 from mlfabric import scenario as scenarios
 from mlfabric.commands.output import console, print_json
 from mlfabric.errors import FabricError, ScenarioError
+from mlfabric.plan.jobs import plan_jobs, take_turns
 from mlfabric.plan.planner import plan_updates
 from mlfabric.plan.values import JobState, Offer, Plan, Shard
 from mlfabric.scenario import JobSpec, Scenario
@@ -29,6 +30,9 @@ def plan(
     policy: Annotated[str, typer.Option("--policy", help="order by another policy")] = "",
     chunk: Annotated[str, typer.Option("--chunk", help="let sums pass on in chunks this large: 1MB")] = "",
     levels: Annotated[int, typer.Option("--levels", min=1, max=3, help="levels of sums in sums")] = 1,
+    together: Annotated[
+        str, typer.Option("--together", help="plan all jobs of the scenario: interleave, or weights")
+    ] = "",
     advise: Annotated[bool, typer.Option("--advise", help="say which mode of training to use")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
@@ -38,13 +42,24 @@ def plan(
     if advise:
         _advise(written, spec, as_json)
         return
-    state, offers = situation(written, spec, policy)
-    state = replace(state, chunk_bytes=_parse_chunk(chunk), levels=levels)
-    planned = plan_updates(written.planned_network(), (), state, offers, 0.0)
+    network = written.planned_network()
+    situations = []
+    for each in written.jobs if together else [spec]:
+        state, offers = situation(written, each, policy)
+        state = replace(state, chunk_bytes=_parse_chunk(chunk), levels=levels)
+        situations.append((state, offers))
+    if together:
+        plans = plan_jobs(network, (), situations, 0.0, together)
+    else:
+        plans = {state.name: plan_updates(network, (), state, offers, 0.0)}
     if as_json:
-        print_json(planned)
+        print_json({name: asdict(plans[name]) for name in sorted(plans)} if together else plans[state.name])
         return
-    _print_plan(planned, state, offers, explain)
+    if together == "interleave":
+        for number, turn in enumerate(take_turns(network, situations, 0.0), start=1):
+            console().print(f"Turn {number} on what they share: job {turn.job}, {turn.reason}.")
+    for state, offers in situations:
+        _print_plan(plans[state.name], state, offers, explain)
 
 
 def _parse_chunk(chunk: str) -> int | None:

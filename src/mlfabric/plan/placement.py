@@ -17,7 +17,7 @@ from mlfabric.errors import FabricError
 from mlfabric.plan.staircase import INF
 from mlfabric.plan.values import Shard
 from mlfabric.topology import Link, Network
-from mlfabric.units import format_rate, format_time
+from mlfabric.units import format_rate, format_size, format_time
 
 # A lead moves only if it saves this many times what moving costs.
 WORTH_MOVING: Final = 1.5
@@ -162,7 +162,7 @@ def plan_moves(
         if best is not None:
             gain_s, target, size = best
             there = _share_of(network, target, leads, 1)
-            how = "its replica, the state is there" if size == 0 else f"{size} bytes of state to move"
+            how = "its replica, the state is there" if size == 0 else f"{format_size(size)} of state to move"
             reason = (
                 f"{shard.server} has {format_rate(8 * here)}, {target} {format_rate(8 * there)} ({how}): "
                 f"saves {format_time(gain_s)} of {format_time(horizon_s)}"
