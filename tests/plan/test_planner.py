@@ -167,6 +167,12 @@ def test_offer_from_an_unknown_host_is_dropped_by_name() -> None:
     assert plan.drops[0].reason == "host w9 is not in the network"
 
 
+def test_empty_update_over_a_dead_link_is_dropped_by_name() -> None:
+    network = Network.of([Host("s", 1e8, 1e8), Host("w", 0.0, 1e8)])
+    plan = plan_updates(network, [], JobState(shards=(Shard(0, "s"),)), [Offer("u", "w", "w", 0, 0)], 0.0)
+    assert [drop.reason for drop in plan.drops] == ["no bandwidth from w to its servers"]
+
+
 def test_job_without_servers_drops_by_reason() -> None:
     plan = plan_updates(equal_network(1), [], JobState(), equal_offers(1), 0.0)
     assert plan.drops[0].reason == "its job has no server for it"
