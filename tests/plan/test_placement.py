@@ -82,3 +82,13 @@ def test_leads_do_not_pile_up_on_one_host() -> None:
 def test_nothing_moves_on_a_calm_network() -> None:
     shards = place_shards(network(a=1e8, b=1e8, c=1e8), ["a", "b", "c"], 2, replicas=True)
     assert plan_moves(network(a=1e8, b=1e8, c=1e8), shards, ["a", "b", "c"], 10**6, 5.0) == ()
+
+
+def test_lead_leaves_a_rack_whose_link_is_full() -> None:
+    hosts = [Host(f"{rack}{i}", 1e8, 1e8, rack) for rack in "ab" for i in range(3)]
+    crowded = Network.of(hosts, [Rack("a", 1e8, 1e8), Rack("b", 1e8, 1e8)])
+    shards = tuple(Shard(k, f"a{k}", share=0.5) for k in range(2))
+    moves = plan_moves(crowded, shards, [host.name for host in hosts], 10**6, 5.0)
+    assert [(move.source, move.target) for move in moves] == [("a0", "b0")]
+    roomy = Network.of(hosts, [Rack("a", 1e9, 1e9), Rack("b", 1e9, 1e9)])
+    assert plan_moves(roomy, shards, [host.name for host in hosts], 10**6, 5.0) == ()

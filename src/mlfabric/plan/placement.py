@@ -9,6 +9,7 @@ make leads flap.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -28,10 +29,8 @@ HAND_OVER_S: Final = 0.1
 def host_bandwidth(network: Network, name: str) -> float:
     """What a server at this host can take and give: the narrower of its links and of its rack's."""
     host = network.hosts[name]
-    rates = [host.up_bytes_per_s, host.down_bytes_per_s]
-    if host.rack is not None:
-        rates += [network.capacity(Link(host.rack, way)) for way in ("up", "down")]
-    return min(rates)
+    own = min(host.up_bytes_per_s, host.down_bytes_per_s)
+    return own if host.rack is None else min(own, _rack_bandwidth(network, host.rack))
 
 
 def place_shards(
@@ -89,8 +88,11 @@ def _bandwidth_among(network: Network, name: str, inside: Mapping[str | None, in
     own = min(host.up_bytes_per_s, host.down_bytes_per_s)
     if host.rack is None:
         return own
-    link = min(network.capacity(Link(host.rack, way)) for way in ("up", "down"))
-    return min(own, link / max(1, inside.get(host.rack, 0) + more))
+    return min(own, _rack_bandwidth(network, host.rack) / max(1, inside.get(host.rack, 0) + more))
+
+
+def _rack_bandwidth(network: Network, rack: str) -> float:
+    return min(network.capacity(Link(rack, way)) for way in ("up", "down"))
 
 
 def _choose_replica(
@@ -137,20 +139,18 @@ def plan_moves(
     the rates are expected to hold; `busy` the share of that time a server's link is in use. Moving a shard
     from a link of b to one of c saves busy * horizon * (1 - b/c) seconds of server time.
     """
-    leads: dict[str, int] = {}
-    for shard in shards:
-        leads[shard.server] = leads.get(shard.server, 0) + 1
+    leads = _Leads(network, shards)
     whole = sum(shard.share for shard in shards) or 1.0
     moves = []
-    slowest_first = sorted(shards, key=lambda s: (_share_of(network, s.server, leads, 0), s.index))
+    slowest_first = sorted(shards, key=lambda s: (leads.bandwidth(s.server), s.index))
     for shard in slowest_first:
-        here = _share_of(network, shard.server, leads, 0)
+        here = leads.bandwidth(shard.server)
         best: tuple[float, str, int] | None = None
         options = sorted({*candidates, *([shard.replica] if shard.replica else [])} - {shard.server})
         for target in options:
             if target not in network.hosts:
                 continue
-            there = _share_of(network, target, leads, 1)
+            there = leads.bandwidth(target, coming_from=shard.server)
             if there <= here:
                 continue
             size = 0 if target == shard.replica else round(state_bytes * shard.share / whole)
@@ -161,20 +161,42 @@ def plan_moves(
                 best = (gain_s, target, size)
         if best is not None:
             gain_s, target, size = best
-            there = _share_of(network, target, leads, 1)
+            there = leads.bandwidth(target, coming_from=shard.server)
             how = "its replica, the state is there" if size == 0 else f"{format_size(size)} of state to move"
             reason = (
                 f"{shard.server} has {format_rate(8 * here)}, {target} {format_rate(8 * there)} ({how}): "
                 f"saves {format_time(gain_s)} of {format_time(horizon_s)}"
             )
             moves.append(PlannedMove(shard.index, shard.server, target, size, gain_s, reason))
-            leads[shard.server] -= 1
-            leads[target] = leads.get(target, 0) + 1
+            leads.move(shard.server, target)
     return tuple(moves)
 
 
-def _share_of(network: Network, name: str, leads: dict[str, int], more: int) -> float:
-    """A host's bandwidth for one lead if it has `more` leads than now."""
-    if name not in network.hosts:
-        return 0.0
-    return host_bandwidth(network, name) / max(1, leads.get(name, 0) + more)
+class _Leads:
+    """How many shards each host leads, and the hosts of each rack together."""
+
+    def __init__(self, network: Network, shards: Sequence[Shard]) -> None:
+        self.network = network
+        self.on_host = Counter(shard.server for shard in shards)
+        self.in_rack = Counter(self._rack(shard.server) for shard in shards)
+
+    def _rack(self, name: str) -> str | None:
+        host = self.network.hosts.get(name)
+        return None if host is None else host.rack
+
+    def bandwidth(self, name: str, coming_from: str | None = None) -> float:
+        """What one lead at this host has, now or once one has come here from another host."""
+        if name not in self.network.hosts:
+            return 0.0
+        host, rack = self.network.hosts[name], self._rack(name)
+        here = self.on_host[name] + (coming_from is not None)
+        own = min(host.up_bytes_per_s, host.down_bytes_per_s) / max(1, here)
+        if rack is None:
+            return own
+        inside = self.in_rack[rack] + (coming_from is not None and self._rack(coming_from) != rack)
+        return min(own, _rack_bandwidth(self.network, rack) / max(1, inside))
+
+    def move(self, source: str, target: str) -> None:
+        for name, change in ((source, -1), (target, 1)):
+            self.on_host[name] += change
+            self.in_rack[self._rack(name)] += change
