@@ -132,7 +132,7 @@ class _Follow:
         start_s = max(self.times[index], self.free_s)
         end = max(index + 1, bisect_right(self.times, start_s))
         name, follower = self.steps[index].name, self.follower
-        reason = f"{name} alone moves the model by more than the bound of {follower.bound:g}"
+        reason = f"the step of {name} alone moves the model by more than the bound of {follower.bound:g}"
         if follower.bound == 0:
             reason = f"nothing counts before {follower.replica} has it (bound 0)"
         booking = self._send(start_s, end, reason)
