@@ -114,7 +114,8 @@ def _slow_first(ledger: Ledger, cargo: Cargo, mark: int, now_s: float) -> Iterat
             break
         ledger.undo(mark)
         lay_out(ledger, cargo, slow, now_s)
-        yield slow + GroupSearch(ledger, cargo, rest, 1, now_s).best_direct_run()[1]
+        search = GroupSearch(ledger, cargo, rest, 1, now_s, trial_transfers=0)  # two direct runs
+        yield slow + search.best_direct_run()[1]
 
 
 def _over(ledger: Ledger, cargo: Cargo, units: list[Node], depth: int, now_s: float) -> Iterator[list[Node]]:

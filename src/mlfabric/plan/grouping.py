@@ -46,7 +46,15 @@ class Block(NamedTuple):
 class GroupSearch:
     """Candidates for the groups of a list of units."""
 
-    def __init__(self, ledger: Ledger, cargo: Cargo, units: Sequence[Node], depth: int, now_s: float) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        cargo: Cargo,
+        units: Sequence[Node],
+        depth: int,
+        now_s: float,
+        trial_transfers: int = TRIAL_TRANSFERS,
+    ) -> None:
         self.ledger = ledger
         self.cargo = cargo
         self.units = units
@@ -54,7 +62,7 @@ class GroupSearch:
         self.now_s = now_s
         self.count = len(units)
         self.transfers = len(cargo.servers) * sum(len(members_of(unit)) for unit in units)
-        self.trials_left = TRIAL_TRANSFERS
+        self.trials_left = trial_transfers
         hosts = ledger.network.hosts
         allowed = cargo.aggregators.difference(cargo.servers)
         self.speed = {
