@@ -120,10 +120,9 @@ class StandingPlan:
         # (finish, prefers a group, targets, tag)
         options: list[tuple[float, int, Sequence[str], str | None]] = []
         for near in self._near_groups(offer.host):
-            group = self._groups[near]
-            if self._in_time(offer.host, sizes, group, now_s):
-                finish_s = max(move.booking.finish_s for move in group.moves)
-                options.append((finish_s, 0, [move.source for move in group.moves], near))
+            moves = self._groups[near].moves
+            finish_s = max([move.booking.finish_s for move in moves])
+            options.append((finish_s, 0, [move.source for move in moves], near))
         servers = [shard.server for shard in job.shards]
         direct_s = max(
             ledger.finish(ledger.path(offer.host, server), size, now_s)
@@ -131,11 +130,15 @@ class StandingPlan:
         )
         if direct_s < INF:
             options.append((direct_s, 1, servers, None))
+        reachable = False
         for finish_s, _, targets, tag in sorted(options, key=lambda option: option[:2]):
+            if tag is not None and not self._in_time(offer.host, sizes, self._groups[tag], now_s):
+                continue
+            reachable = True
             position = self._find_position(deadline, finish_s, tag)
             if position is not None:
                 return self._insert(offer, deadline, position, sizes, targets, tag, now_s)
-        if not options:
+        if not reachable:
             return change_by_drop(offer, f"no bandwidth from {offer.host} to its servers")
         delay = job.placed_version + self._first_free() - offer.base_version
         return change_by_drop(offer, f"delay would be {delay}, bound {job.max_delay}")
