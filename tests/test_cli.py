@@ -50,6 +50,37 @@ def test_plan_explains_every_entry() -> None:
         assert f"w{worker}#{worker}" in done.stdout
 
 
+def test_plan_passes_sums_on_in_chunks_if_asked_to() -> None:
+    done = mlfabric("plan", "--explain", "--chunk", "100kB", "calm")
+    assert done.returncode == 0, done.stderr
+    assert "chunk by chunk" in done.stdout.replace("\n", " ")
+    assert refused("plan", "--chunk", "much", "calm").startswith("mlfabric: --chunk: 'much' is not a size")
+    assert "no bytes" in refused("plan", "--chunk", "0", "calm")
+
+
+def test_plan_shows_what_goes_to_the_replica(tmp_path: Path) -> None:
+    text = EXAMPLE.read_text().replace(
+        "max_delay = 9", 'max_delay = 9\ndivergence = 2.5\nreplicas = ["idle"]'
+    )
+    path = tmp_path / "replica.toml"
+    path.write_text(text)
+    done = mlfabric("plan", "--explain", str(path))
+    assert done.returncode == 0, done.stderr
+    assert "server to replica idle" in done.stdout
+
+
+def test_plan_lets_jobs_take_turns() -> None:
+    done = mlfabric("plan", "--together", "interleave", "many-jobs")
+    assert done.returncode == 0, done.stderr
+    turns = [line for line in done.stdout.splitlines() if line.startswith("Turn")]
+    assert len(turns) == 3
+    assert "Turn 1 on what they share: job late, its burst of" in turns[0]
+    assert sum(line.startswith("Job ") for line in done.stdout.splitlines()) == 3
+    plans = json.loads(mlfabric("plan", "--together", "weights", "--json", "many-jobs").stdout)
+    assert sorted(plans) == ["large", "late", "vision"]
+    assert "known are interleave, weights" in refused("plan", "--together", "luck", "many-jobs")
+
+
 def test_plan_prints_json_with_a_reason_for_every_entry() -> None:
     done = mlfabric("plan", "--json", str(EXAMPLE))
     planned: dict[str, Any] = json.loads(done.stdout)

@@ -10,6 +10,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from mlfabric.plan.forest import Cargo, Gather, Node, lay_out
+from mlfabric.plan.numbering import plan_cost
 from mlfabric.plan.ordering import position_deadline
 from mlfabric.plan.reservation import Ledger
 from mlfabric.plan.staircase import INF
@@ -57,8 +58,11 @@ def best_assignment(kept: int, offers: list[Offer], job: JobState, durations: di
 # -- aggregation
 
 
-def grouping_case(seed: int, workers: int, idle: int = 1) -> tuple[Ledger, Cargo]:
-    """One server, workers in an order fast first, idle hosts; some links taken for a while."""
+def grouping_case(seed: int, workers: int, idle: int = 1, deadlines: bool = False) -> tuple[Ledger, Cargo]:
+    """One server, workers in an order fast first, idle hosts; some links taken for a while.
+
+    With deadlines any update may have to stay where it is in the order, or little behind.
+    """
     draw = random.Random(seed)
     network = random_network(draw, 1 + workers + idle)
     server, *names = list(network.hosts)
@@ -77,6 +81,10 @@ def grouping_case(seed: int, workers: int, idle: int = 1) -> tuple[Ledger, Cargo
         aggregators=frozenset(names),
         last_counts=draw.random() < 0.3,
     )
+    if deadlines:
+        latest = [place + draw.choice((0, 0, 1, workers)) for place in range(workers)]
+        draw.shuffle(senders)
+        cargo = cargo._replace(hosts=senders, deadlines=latest, last_counts=False)
     return ledger, cargo
 
 
@@ -98,7 +106,7 @@ def groupings(cargo: Cargo) -> Iterator[list[Node]]:
 
 def cost_of(ledger: Ledger, cargo: Cargo, nodes: Sequence[Node]) -> float:
     mark = ledger.mark()
-    cost = lay_out(ledger, cargo, nodes, 0.0).cost(cargo.last_counts)
+    cost = plan_cost(nodes, lay_out(ledger, cargo, nodes, 0.0).finishes, cargo, 0.0)
     ledger.undo(mark)
     return cost
 
@@ -106,5 +114,6 @@ def cost_of(ledger: Ledger, cargo: Cargo, nodes: Sequence[Node]) -> float:
 def best_grouping(ledger: Ledger, cargo: Cargo) -> float:
     best = INF
     for nodes in groupings(cargo):
-        best = min(best, cost_of(ledger, cargo, nodes))
+        if cargo.meets_deadlines(nodes):
+            best = min(best, cost_of(ledger, cargo, nodes))
     return best

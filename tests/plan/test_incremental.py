@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from dataclasses import replace
@@ -11,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlfabric.bench.plan import make_instance
-from mlfabric.plan.incremental import PlanChange, StandingPlan
+from mlfabric.plan.incremental import StandingPlan
+from mlfabric.plan.ordering import position_deadline
 from mlfabric.plan.planner import plan_updates
 from mlfabric.plan.reservation import Ledger
+from mlfabric.plan.standing import PlanChange
 from mlfabric.plan.values import JobState, Offer, Shard
 from mlfabric.topology import Network
 from tests.plan.cases import RATE, SHARES, equal_network, equal_offers, random_case
@@ -23,16 +26,33 @@ def check(plan: StandingPlan, ledger: Ledger) -> None:
     assert ledger.overbooked() == []
     job = plan.job
     for position, entry in enumerate(plan._order):
-        assert position <= entry.deadline
+        assert position <= position_deadline(entry.offer, job)
         assert entry.finish_s >= max(move.booking.finish_s for move in entry.moves) - 1e-9
     tags = [plan._top(entry.tag) for entry in plan._order]
     for tag in set(tags) - {None}:
         places = [position for position, found in enumerate(tags) if found == tag]
         assert places == list(range(places[0], places[0] + len(places)))
+    check_neighbours(plan)
     for group in plan._groups.values():
         for move in group.moves:
             assert plan._ready_s(move) <= move.booking.start_s + 1e-9
     assert job.shards
+
+
+def check_neighbours(plan: StandingPlan) -> None:
+    """By predicted completion, except where the one that stands too early could not be later."""
+    messages: list[tuple[str | None, list[int]]] = []
+    for position, entry in enumerate(plan._order):
+        tag = plan._top(entry.tag)
+        if tag is not None and messages and messages[-1][0] == tag:
+            messages[-1][1].append(position)
+        else:
+            messages.append((tag, [position]))
+    for (_, before), (_, behind) in itertools.pairwise(messages):
+        ends = [max(plan._order[position].finish_s for position in run) for run in (before, behind)]
+        if ends[0] > ends[1]:
+            limits = sorted(position_deadline(plan._order[position].offer, plan.job) for position in before)
+            assert any(limit < place + len(behind) for limit, place in zip(limits, before, strict=True))
 
 
 def check_reasons(change: PlanChange) -> None:
@@ -63,6 +83,7 @@ def test_any_sequence_of_events_keeps_the_promises(seed: int) -> None:
     for _ in range(8):
         now_s += draw.uniform(0, 0.1)
         before = set(plan.order())
+        change = PlanChange()
         if waiting and draw.random() < 0.5:
             change = plan.add_offer(waiting.pop(), now_s)
             assert len(set(plan.order()) - before) + len(change.drops) == 1
@@ -70,8 +91,10 @@ def test_any_sequence_of_events_keeps_the_promises(seed: int) -> None:
             host = draw.choice(list(network.hosts))
             change = plan.change_rate(host, RATE * draw.choice(SHARES), RATE * draw.choice(SHARES), now_s)
         elif plan.order():
-            plan.remove(draw.choice(plan.order()), now_s)
-            change = PlanChange()
+            if draw.random() < 0.5:
+                plan.remove(draw.choice(plan.order()), now_s)
+            else:
+                plan.remove(plan.order()[0], now_s, applied=True)
         check_reasons(change)
         check(plan, ledger)
     for name in plan.order():
@@ -92,6 +115,28 @@ def test_offer_joins_a_group_that_leaves_after_it_is_there() -> None:
     assert change.drops == ()
     assert change.shifted_from == change.placed[0].position + 1
     assert len(plan.order()) == 9
+
+
+def test_slower_link_puts_its_update_behind_those_that_arrive_earlier() -> None:
+    network = equal_network(3)
+    job = JobState(shards=(Shard(0, "s"),))
+    plan = StandingPlan(Ledger(network), job, equal_offers(3), 0.0)
+    assert plan.order() == ["u000", "u001", "u002"]
+    change = plan.change_rate("w000", RATE / 100, RATE, 0.1)
+    assert plan.order() == ["u001", "u002", "u000"]
+    assert change.shifted_from == 0
+    assert [placed.position for placed in change.placed] == [2]
+
+
+def test_applied_update_counts_for_the_delay_of_the_others() -> None:
+    network = equal_network(4)
+    job = JobState(shards=(Shard(0, "s"),), placed_version=7, max_delay=3)
+    offers = [replace(offer, base_version=6) for offer in equal_offers(4)]
+    plan = StandingPlan(Ledger(network), job, offers[:3], 0.0)
+    plan.remove("u000", 1.0, applied=True)
+    assert plan.job.placed_version == 8
+    change = plan.add_offer(offers[3], 1.0)
+    assert [drop.reason for drop in change.drops] == ["delay would be 4, bound 3"]
 
 
 def test_late_offer_is_dropped_with_reason() -> None:

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlfabric.errors import FabricError
-from mlfabric.plan.ordering import POLICIES, estimate_duration, order_updates
+from mlfabric.plan.ordering import POLICIES, estimate_duration, estimate_durations, order_updates
 from mlfabric.plan.values import JobState, Offer, Shard
 from mlfabric.topology import Host, Network
+from tests.plan.cases import odd_case
 from tests.plan.oracles import best_assignment, completions, feasible, ordering_case
 
 
@@ -152,3 +153,16 @@ def test_duration_is_that_of_the_narrowest_link() -> None:
     halves = (Shard(0, "s0", share=0.5), Shard(1, "s1", share=0.5))
     assert estimate_duration(network, halves, one) == 5.0
     assert estimate_duration(network, (Shard(0, "w"),), one) == 0.0
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 10**6))
+def test_durations_of_many_offers_are_those_of_each(seed: int) -> None:
+    network, _, job, offers = odd_case(seed)
+    known = [o for o in offers if o.host in network.hosts]
+    if known:  # one host without any way out
+        name = known[0].host
+        network = network.with_host(replace(network.hosts[name], up_bytes_per_s=0.0))
+    together = estimate_durations(network, job.shards, known)
+    for one in known:
+        assert together[one.update] == pytest.approx(estimate_duration(network, job.shards, one)), one

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from mlfabric.errors import FabricError
-from mlfabric.plan.placement import place_shards, plan_moves
+from mlfabric.plan.placement import host_bandwidth, place_shards, plan_moves
 from mlfabric.plan.values import Shard
 from mlfabric.topology import Host, Network, Rack
+from tests.plan.cases import random_network
 
 
 def network(**rates: float) -> Network:
@@ -18,6 +21,23 @@ def test_shards_go_to_the_fastest_hosts_in_proportion() -> None:
     shards = place_shards(network(a=1e8, b=4e8, c=2e8), ["a", "b", "c"], 2)
     assert [s.server for s in shards] == ["b", "c"]
     assert [s.share for s in shards] == pytest.approx([2 / 3, 1 / 3])
+
+
+def test_leads_are_spread_over_racks_whose_links_they_would_share() -> None:
+    hosts = [Host(f"{rack}{i}", 1e8, 1e8, rack) for rack in "abc" for i in range(4)]
+    racks = [Rack(name, 1.5e8, 1.5e8) for name in "ab"] + [Rack("c", 0.5e8, 0.5e8)]
+    shards = place_shards(Network.of(hosts, racks), [host.name for host in hosts], 3)
+    assert [s.server for s in shards] == ["a0", "b0", "a1"]
+    assert [s.share for s in shards] == pytest.approx([0.75 / 2.5, 1 / 2.5, 0.75 / 2.5])
+
+
+def test_placement_is_that_of_the_fastest_where_no_rack_is_shared() -> None:
+    for seed in range(100):
+        drawn = random_network(random.Random(seed), 12)
+        names = list(drawn.hosts)
+        shards = place_shards(drawn, names, 5)
+        fastest = sorted(names, key=lambda name: (-host_bandwidth(drawn, name), name))
+        assert [s.server for s in shards] == fastest[:5], seed
 
 
 def test_replica_sits_in_another_rack() -> None:
@@ -62,3 +82,13 @@ def test_leads_do_not_pile_up_on_one_host() -> None:
 def test_nothing_moves_on_a_calm_network() -> None:
     shards = place_shards(network(a=1e8, b=1e8, c=1e8), ["a", "b", "c"], 2, replicas=True)
     assert plan_moves(network(a=1e8, b=1e8, c=1e8), shards, ["a", "b", "c"], 10**6, 5.0) == ()
+
+
+def test_lead_leaves_a_rack_whose_link_is_full() -> None:
+    hosts = [Host(f"{rack}{i}", 1e8, 1e8, rack) for rack in "ab" for i in range(3)]
+    crowded = Network.of(hosts, [Rack("a", 1e8, 1e8), Rack("b", 1e8, 1e8)])
+    shards = tuple(Shard(k, f"a{k}", share=0.5) for k in range(2))
+    moves = plan_moves(crowded, shards, [host.name for host in hosts], 10**6, 5.0)
+    assert [(move.source, move.target) for move in moves] == [("a0", "b0")]
+    roomy = Network.of(hosts, [Rack("a", 1e9, 1e9), Rack("b", 1e9, 1e9)])
+    assert plan_moves(roomy, shards, [host.name for host in hosts], 10**6, 5.0) == ()

@@ -128,9 +128,10 @@ def test_odd_clusters_get_plans_that_keep_every_promise(
         for part in placed.parts:
             assert 1.0 <= part.start_s <= part.finish_s <= placed.finish_s + 1e-9
             assert part.group is None or placed.update in plan.group(part.group).members
+    again = plan_updates(network, moving, job, offers, 1.0)
     shuffler.shuffle(offers)
     shuffler.shuffle(moving)
-    assert plan_updates(network, moving, job, offers, 1.0) == plan
+    assert plan_updates(network, moving, job, offers, 1.0) == again
 
 
 @pytest.mark.parametrize(("workers", "transfer_times"), [(8, 4), (15, 5), (30, 8), (64, 11), (100, 14)])
@@ -164,6 +165,12 @@ def test_offer_from_an_unknown_host_is_dropped_by_name() -> None:
     job = JobState(shards=(Shard(0, "s"),))
     plan = plan_updates(equal_network(1), [], job, [Offer("u", "w9", "w9", 1, 0)], 0.0)
     assert plan.drops[0].reason == "host w9 is not in the network"
+
+
+def test_empty_update_over_a_dead_link_is_dropped_by_name() -> None:
+    network = Network.of([Host("s", 1e8, 1e8), Host("w", 0.0, 1e8)])
+    plan = plan_updates(network, [], JobState(shards=(Shard(0, "s"),)), [Offer("u", "w", "w", 0, 0)], 0.0)
+    assert [drop.reason for drop in plan.drops] == ["no bandwidth from w to its servers"]
 
 
 def test_job_without_servers_drops_by_reason() -> None:

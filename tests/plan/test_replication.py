@@ -8,8 +8,10 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlfabric.plan.planner import plan_updates
 from mlfabric.plan.replication import Follower, ReplicationPlan, ServerStep, plan_replication
 from mlfabric.plan.reservation import Ledger
+from mlfabric.plan.values import JobState, Offer, Shard
 from mlfabric.topology import Host, Network
 
 
@@ -104,6 +106,32 @@ def test_bound_of_zero_replicates_every_step_before_it_counts() -> None:
     plan = plan_replication(idle_ledger(), [Follower(0, "server", "replica", 10**8, 0.0)], steps, 0.0)
     assert plan.messages[0].covers == ("s0", "s1", "s2")  # those that are there travel together
     assert plan.visible_s == (2.0, 2.0, 2.0)
+
+
+def test_plan_brings_every_replica_of_a_shard_up_to_date() -> None:
+    names = ["s", "r0", "r1", "w0", "w1"]
+    network = Network.of([Host(name, 1e8, 1e8) for name in names])
+    shard = Shard(0, "s", "r0", more_replicas=("r1",))
+    offers = [Offer(f"u{k}", f"w{k}", f"w{k}", 10**7, 0, norm=1.0) for k in range(2)]
+    plan = plan_updates(network, [], JobState(shards=(shard,), divergence=0.0), offers, 5.0)
+    for replica in ("r0", "r1"):
+        covers = [m.covers for m in plan.replication if m.replica == replica]
+        assert sorted(name for names in covers for name in names) == ["u0", "u1"]
+    assert {held.step for held in plan.held} == {"u0", "u1"}
+    assert all(held.until_s >= placed.finish_s for held, placed in zip(plan.held, plan.placed, strict=False))
+    assert all("nothing counts before" in message.reason for message in plan.replication)
+
+
+def test_chain_is_replicated_when_its_last_host_is_through() -> None:
+    network = Network.of([Host(name, 1e8, 1e8) for name in ("s", "r", "w0", "w1", "w2")])
+    workers = ("w0", "w1", "w2")
+    job = JobState(
+        shards=(Shard(0, "s", "r"),), aggregators=workers, chunk_bytes=10**6, divergence=0.0, objective="last"
+    )
+    offers = [Offer(f"u-{name}", name, name, 10**8, 0, norm=1.0) for name in workers]
+    plan = plan_updates(network, [], job, offers, 0.0)
+    assert [group.chain for group in plan.groups] == [workers]
+    assert plan.replication[0].start_s >= plan.groups[0].finish_s
 
 
 def test_step_counts_when_the_last_of_several_replicas_allows_it() -> None:

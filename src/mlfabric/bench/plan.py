@@ -232,7 +232,7 @@ def run_benchmark(repeats: int, seed: int) -> dict[str, object]:
 
 def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Repeats of each case; the median counts.")] = 7,
+    repeats: Annotated[int, typer.Option(min=1, help="Repeats of each case; the median counts.")] = 15,
     seed: Annotated[int, typer.Option(help="Of the instance.")] = 1,
 ) -> None:
     """How long planning takes: full plans, one more offer, one changed rate; and how it grows."""

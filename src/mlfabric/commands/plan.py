@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated
 
 import typer
@@ -11,11 +11,12 @@ from rich.text import Text
 
 from mlfabric import scenario as scenarios
 from mlfabric.commands.output import console, print_json
-from mlfabric.errors import ScenarioError
+from mlfabric.errors import FabricError, ScenarioError
+from mlfabric.plan.jobs import plan_jobs, take_turns
 from mlfabric.plan.planner import plan_updates
 from mlfabric.plan.values import JobState, Offer, Plan, Shard
 from mlfabric.scenario import JobSpec, Scenario
-from mlfabric.units import format_rate, format_size, format_time, wire_rate
+from mlfabric.units import format_rate, format_size, format_time, goodput, parse_size, wire_rate
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 MOST_CHART_COLUMNS = 80
@@ -27,6 +28,11 @@ def plan(
     explain: Annotated[bool, typer.Option("--explain", help="give each entry's reason and a chart")] = False,
     job: Annotated[str, typer.Option("--job", help="which job of the scenario")] = "",
     policy: Annotated[str, typer.Option("--policy", help="order by another policy")] = "",
+    chunk: Annotated[str, typer.Option("--chunk", help="let sums pass on in chunks this large: 1MB")] = "",
+    levels: Annotated[int, typer.Option("--levels", min=1, max=3, help="levels of sums in sums")] = 1,
+    together: Annotated[
+        str, typer.Option("--together", help="plan all jobs of the scenario: interleave, or weights")
+    ] = "",
     advise: Annotated[bool, typer.Option("--advise", help="say which mode of training to use")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
@@ -36,12 +42,36 @@ def plan(
     if advise:
         _advise(written, spec, as_json)
         return
-    state, offers = situation(written, spec, policy)
-    planned = plan_updates(written.planned_network(), (), state, offers, 0.0)
+    network = written.planned_network()
+    situations = []
+    for each in written.jobs if together else [spec]:
+        state, offers = situation(written, each, policy)
+        state = replace(state, chunk_bytes=_parse_chunk(chunk), levels=levels)
+        situations.append((state, offers))
+    if together:
+        plans = plan_jobs(network, (), situations, 0.0, together)
+    else:
+        plans = {state.name: plan_updates(network, (), state, offers, 0.0)}
     if as_json:
-        print_json(planned)
+        print_json({name: asdict(plans[name]) for name in sorted(plans)} if together else plans[state.name])
         return
-    _print_plan(planned, state, offers, explain)
+    if together == "interleave":
+        for number, turn in enumerate(take_turns(network, situations, 0.0), start=1):
+            console().print(f"Turn {number} on what they share: job {turn.job}, {turn.reason}.")
+    for state, offers in situations:
+        _print_plan(plans[state.name], state, offers, explain)
+
+
+def _parse_chunk(chunk: str) -> int | None:
+    if not chunk:
+        return None
+    try:
+        size = parse_size(chunk)
+    except ValueError as error:
+        raise FabricError(f"--chunk: {error}") from None
+    if size < 1:
+        raise FabricError(f"--chunk: {chunk} has no bytes; write it like 1MB")
+    return size
 
 
 def situation(written: Scenario, spec: JobSpec, policy: str = "") -> tuple[JobState, list[Offer]]:
@@ -56,13 +86,15 @@ def situation(written: Scenario, spec: JobSpec, policy: str = "") -> tuple[JobSt
     offers = [
         Offer(f"{o.worker}#{i}", o.worker, o.worker, int(o.size or size), o.version, o.norm, i, job=spec.name)
         for i, o in enumerate(described)
-    ] or [Offer(f"{w}#0", w, w, size, now, 1.0, i, job=spec.name) for i, w in enumerate(places.workers)]
+    ] or [  # how far they would move the model nobody has said, so no replica has to wait for them
+        Offer(f"{w}#0", w, w, size, now, 0.0, i, job=spec.name) for i, w in enumerate(places.workers)
+    ]
     bound = spec.max_delay
     if bound == "auto":
         bound = 2 * workers * spec.in_flight
     replicas = places.replicas or (None,)
     shards = tuple(
-        Shard(i, server, replicas[i % len(replicas)], 1 / len(places.servers))
+        Shard(i, server, replicas[i % len(replicas)], 1 / len(places.servers), written.situation.pending_norm)
         for i, server in enumerate(places.servers)
     )
     state = JobState(
@@ -74,6 +106,8 @@ def situation(written: Scenario, spec: JobSpec, policy: str = "") -> tuple[JobSt
         aggregators=places.aggregators,
         policy=policy or spec.policy,
         weight=spec.weight,
+        max_rate_bytes_per_s=None if spec.max_rate is None else goodput(float(spec.max_rate)),
+        divergence=spec.divergence,
     )
     return state, offers
 
@@ -157,6 +191,13 @@ def _print_plan(planned: Plan, state: JobState, offers: list[Offer], explain: bo
         reasons.add_row(drop.update, f"dropped: {drop.reason}", style="red")
     for group in planned.groups:
         reasons.add_row(f"sum at {group.aggregator}", f"{', '.join(group.members)}: {group.reason}")
+    for message in planned.replication:
+        reasons.add_row(
+            f"{message.server} to replica {message.replica}",
+            f"at {format_time(message.start_s)}, {format_size(message.size_bytes)}: {message.reason}",
+        )
+    for held in planned.held:
+        reasons.add_row(held.step, f"held until {format_time(held.until_s)}: {held.reason}", style="yellow")
     out.print()
     out.print(reasons)
     out.print()

@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from mlfabric.plan.chains import chain_plans
 from mlfabric.plan.forest import Cargo, Gather, Layout, Node, lay_out
 from mlfabric.plan.grouping import HOSTS_TRIED, TIME_TOLERANCE, Block, GroupSearch, least_direct_cost
+from mlfabric.plan.numbering import find_arrivals, hold_others_up, number_arrivals, plan_cost
 from mlfabric.plan.reservation import Ledger
 from mlfabric.plan.staircase import INF
 from mlfabric.units import format_time
@@ -36,30 +37,44 @@ SEARCHED_TRANSFERS: Final = 250
 RACK_CUTS: Final = (1, 2, 4)
 # More groups must promise to cost this much less: the estimate knows nothing of sums in each other's way.
 WORTH_CUTTING: Final = 0.75
+# So many of the slowest updates that must be applied early are tried ahead of all others.
+SLOW_FIRST: Final = (1, 2)
 
 
 def aggregate_updates(ledger: Ledger, cargo: Cargo, now_s: float) -> Layout:
     """Choose the nodes that bring the updates to the servers, and reserve them."""
     count = len(cargo.hosts)
     direct: list[Node] = list(range(count))
-    if count < 2 or not cargo.aggregators:
+    if count < 2 or not (cargo.aggregators or cargo.may_be_late()):
         return lay_out(ledger, cargo, direct, now_s)
     mark = ledger.mark()
     best_cost, best, standing = INF, direct, None
-    for nodes in _candidates(ledger, cargo, direct, mark, now_s):
-        if nodes is direct and least_direct_cost(ledger, cargo, now_s) >= best_cost:
+    for candidate in _candidates(ledger, cargo, direct, mark, now_s):
+        if candidate is direct and least_direct_cost(ledger, cargo) >= best_cost:
             continue
-        if not cargo.meets_deadlines(nodes):
-            continue
-        ledger.undo(mark)
-        standing = lay_out(ledger, cargo, nodes, now_s)
-        cost = standing.cost(cargo.last_counts)
-        if cost < best_cost * (1 - TIME_TOLERANCE):
-            best_cost, best = cost, nodes
+        nodes: list[Node] | None = candidate if cargo.meets_deadlines(candidate) else None
+        while nodes is not None:
+            ledger.undo(mark)
+            standing = lay_out(ledger, cargo, nodes, now_s)
+            cost = plan_cost(nodes, standing.finishes, cargo, now_s)
+            better = cost < best_cost * (1 - TIME_TOLERANCE)
+            if better:
+                best_cost, best = cost, nodes
+            nodes = _late_first(cargo, standing) if better or nodes is candidate else None
     if standing is None or standing.nodes is not best:
         ledger.undo(mark)
         standing = lay_out(ledger, cargo, best, now_s)
     return standing
+
+
+def _late_first(cargo: Cargo, layout: Layout) -> list[Node] | None:
+    """The same nodes, what would hold others up at the server first on its links; None if nothing would."""
+    if not cargo.may_be_late():
+        return None
+    order = number_arrivals(find_arrivals(layout.nodes, layout.finishes, cargo.deadlines))
+    late = {arrival.node for arrival, holds in zip(order, hold_others_up(order), strict=True) if holds}
+    numbers = sorted(range(len(layout.nodes)), key=lambda k: k not in late)
+    return [layout.nodes[k] for k in numbers] if numbers != list(range(len(numbers))) else None
 
 
 def _candidates(
@@ -68,17 +83,39 @@ def _candidates(
     """Lists of nodes to compare. Between two of them the ledger may hold the one before, after `mark`."""
     count = len(updates)
     many = count * len(cargo.servers) > SEARCHED_TRANSFERS
-    racks = _gather_racks(ledger, cargo)
-    if racks is not None:
-        yield from _over(ledger, cargo, racks, cargo.levels - 1, now_s)
-    if racks is None or not many:
-        ledger.undo(mark)
-        yield from _over(ledger, cargo, updates, 1, now_s)
-        if cargo.levels > 1:
+    if cargo.aggregators:
+        gathered = _gather_racks(ledger, cargo, few=many)
+        for nodes in gathered:
             ledger.undo(mark)
-            yield from _over(ledger, cargo, updates, cargo.levels, now_s)
-    yield from chain_plans(ledger, cargo, few=many)
+            yield from _over(ledger, cargo, nodes, cargo.levels - 1, now_s)
+        if not (gathered and many):
+            ledger.undo(mark)
+            yield from _over(ledger, cargo, updates, 1, now_s)
+            if cargo.levels > 1:
+                ledger.undo(mark)
+                yield from _over(ledger, cargo, updates, cargo.levels, now_s)
+        yield from chain_plans(ledger, cargo, few=many)
+    if cargo.may_be_late():
+        yield from _slow_first(ledger, cargo, mark, now_s)
     yield updates
+
+
+def _slow_first(ledger: Ledger, cargo: Cargo, mark: int, now_s: float) -> Iterator[list[Node]]:
+    """The slowest of the updates that others may have to wait for straight and first, then the others."""
+    hosts, count = ledger.network.hosts, len(cargo.hosts)
+    leaves_s = [
+        sum(parts) / hosts[name].up_bytes_per_s for parts, name in zip(cargo.parts, cargo.hosts, strict=True)
+    ]
+    near = [index for index in range(count) if cargo.deadlines[index] < count - 1]
+    for few in SLOW_FIRST:
+        slow: list[Node] = [*sorted(near, key=lambda i: (-leaves_s[i], i))[:few]]
+        rest: list[Node] = [index for index in range(count) if index not in slow]
+        if len(slow) < few or len(rest) < 2:
+            break
+        ledger.undo(mark)
+        lay_out(ledger, cargo, slow, now_s)
+        search = GroupSearch(ledger, cargo, rest, 1, now_s, trial_transfers=0)  # two direct runs
+        yield slow + search.best_direct_run()[1]
 
 
 def _over(ledger: Ledger, cargo: Cargo, units: list[Node], depth: int, now_s: float) -> Iterator[list[Node]]:
@@ -96,37 +133,60 @@ def _over(ledger: Ledger, cargo: Cargo, units: list[Node], depth: int, now_s: fl
     yield min(found, key=lambda pair: pair[0])[1]
 
 
-def _gather_racks(ledger: Ledger, cargo: Cargo) -> list[Node] | None:
-    """What is in one rack summed there, in a few groups by speed; None without racks.
+class _Racks(NamedTuple):
+    """What the rough estimates about racks look at, by update."""
+
+    cargo: Cargo
+    leaves_s: Sequence[float]  # alone over its uplink
+    takes: Sequence[float]  # its host's downlink
+    rank: Sequence[
+        tuple[float, str] | None
+    ]  # of its host as an aggregator, fastest first; None: it may not sum
+
+
+def _gather_racks(ledger: Ledger, cargo: Cargo, few: bool) -> list[list[Node]]:
+    """What is in one rack summed there, in a few groups by speed; nothing without racks.
 
     Cutting a rack spares its fast hosts the wait for its slow ones but makes more sums for the servers to
-    take; how often to cut is decided by a rough estimate of both.
+    take; where only a few plans can be tried, a rough estimate of both decides how often to cut.
     """
-    hosts = ledger.network.hosts
-    servers = {hosts[server].rack for server in cargo.servers}
-    racks: dict[str, list[int]] = {}
+    found = [ledger.network.hosts[name] for name in cargo.hosts]
+    servers = {ledger.network.hosts[server].rack for server in cargo.servers}
+    members: dict[str, list[int]] = {}
     alone: list[Node] = []
-    for index, name in enumerate(cargo.hosts):
-        rack = hosts[name].rack
-        if rack is None or (rack in servers and len(servers) == 1):
+    for index, host in enumerate(found):
+        if host.rack is None or (host.rack in servers and len(servers) == 1):
             alone.append(index)
         else:
-            racks.setdefault(rack, []).append(index)
-    if not any(len(members) > 1 for members in racks.values()):
-        return None
-    leaves_s = [
-        sum(parts) / hosts[name].up_bytes_per_s for parts, name in zip(cargo.parts, cargo.hosts, strict=True)
-    ]
-    ranked = [sorted(members, key=lambda i: (leaves_s[i], i)) for members in racks.values()]
-    best: tuple[float, list[tuple[float, list[int]]]] | None = None
+            members.setdefault(host.rack, []).append(index)
+    if not any(len(inside) > 1 for inside in members.values()):
+        return []
+    able = cargo.aggregators.difference(cargo.servers)
+    racks = _Racks(
+        cargo,
+        [sum(parts) / host.up_bytes_per_s for parts, host in zip(cargo.parts, found, strict=True)],
+        [host.down_bytes_per_s for host in found],
+        [
+            (-min(host.up_bytes_per_s, host.down_bytes_per_s), host.name) if host.name in able else None
+            for host in found
+        ],
+    )
+    ranked = [[i for _, i in sorted([(racks.leaves_s[i], i) for i in inside])] for inside in members.values()]
+    tried: list[list[tuple[float, list[int]]]] = []
+    least = INF
     for cuts in RACK_CUTS:
-        groups = [group for members in ranked for group in _cut(members, cuts)]
-        timed = sorted((_estimate_ready(ledger, cargo, group, leaves_s), group) for group in groups)
-        cost = _estimate_cost(ledger, cargo, timed)
-        if best is None or cost < best[0] * WORTH_CUTTING:
-            best = (cost, timed)
-    assert best is not None
-    return [*alone, *(_gather_at_members(ledger, cargo, sorted(group)) for _, group in best[1])]
+        groups = [group for inside in ranked for group in _cut(inside, cuts)]
+        if few:
+            at_once = [(0.0, group) for group in sorted(groups, key=len, reverse=True)]
+            if _estimate_cost(ledger, cargo, at_once) >= least * WORTH_CUTTING:
+                continue  # not even if all were ready at once
+        timed = sorted([(_estimate_ready(racks, group), group) for group in groups])
+        cost = _estimate_cost(ledger, cargo, timed) if few else 0.0
+        if cost < least * WORTH_CUTTING:
+            least, tried = cost, [timed]
+        elif not few and timed not in tried:
+            tried.append(timed)
+    return [[*alone, *(_gather_at_members(racks, sorted(group)) for _, group in timed)] for timed in tried]
 
 
 def _cut(members: list[int], cuts: int) -> list[list[int]]:
@@ -135,12 +195,19 @@ def _cut(members: list[int], cuts: int) -> list[list[int]]:
     return [members[first : first + size] for first in range(0, len(members), size)]
 
 
-def _estimate_ready(ledger: Ledger, cargo: Cargo, group: Sequence[int], leaves_s: Sequence[float]) -> float:
+def _estimate_ready(racks: _Racks, group: Sequence[int]) -> float:
     """Seconds until a group's sums can leave: its slowest uplink or its aggregators' downlinks decide."""
-    hosts = ledger.network.hosts
-    fastest = max([hosts[cargo.hosts[i]].down_bytes_per_s for i in group])
+    cargo, leaves_s, takes = racks.cargo, racks.leaves_s, racks.takes
+    fastest = max([takes[i] for i in group])
     coming = (len(group) - 1) * max(cargo.parts[group[0]])
-    return max(leaves_s[group[-1]], coming / fastest)
+    homes = [cargo.hosts[i] for i in group]
+    slowest_s = leaves_s[group[-1]]
+    if len(set(homes)) < len(homes):  # some have several to send
+        busy_s: dict[str, float] = {}
+        for i, home in zip(group, homes, strict=True):
+            busy_s[home] = busy_s.get(home, 0.0) + leaves_s[i]
+        slowest_s = max(busy_s.values())
+    return max(slowest_s, coming / fastest)
 
 
 def _estimate_cost(ledger: Ledger, cargo: Cargo, timed: Sequence[tuple[float, Sequence[int]]]) -> float:
@@ -157,14 +224,11 @@ def _estimate_cost(ledger: Ledger, cargo: Cargo, timed: Sequence[tuple[float, Se
     return at_s if cargo.last_counts else total / count
 
 
-def _gather_at_members(ledger: Ledger, cargo: Cargo, members: Sequence[int]) -> Node:
+def _gather_at_members(racks: _Racks, members: Sequence[int]) -> Node:
     """The members gathered at the fastest of themselves, another one for each shard."""
-    hosts = ledger.network.hosts
-    servers = set(cargo.servers)
-    able = {cargo.hosts[i] for i in members if cargo.hosts[i] in cargo.aggregators} - servers
-    fastest = sorted(
-        able, key=lambda name: (-min(hosts[name].up_bytes_per_s, hosts[name].down_bytes_per_s), name)
-    )[: max(1, HOSTS_TRIED)]
+    cargo = racks.cargo
+    able = {racks.rank[i] for i in members}
+    fastest = [name for _, name in sorted([rank for rank in able if rank is not None])[:HOSTS_TRIED]]
     if len(members) < 2 or not fastest:
         return members[0] if len(members) == 1 else Gather(tuple(members), tuple(cargo.servers))
     at = tuple(fastest[shard % len(fastest)] for shard in range(len(cargo.servers)))

@@ -394,4 +394,6 @@ def choose_participants(
         if left_out
         else f"all {len(inside)} hosts in {format_time(step_s)}: leaving any out gains nothing"
     )
+    if must:
+        reason += f"; {', '.join(must)} must take part, left out {max_left_out} times in a row or more"
     return Participation(inside, left_out, step_s, reason)

@@ -40,6 +40,10 @@ class Cargo(NamedTuple):
     levels: int = 1  # of gathers
     search_transfers: int = 300  # that a search by local moves may lay out on trial
 
+    def may_be_late(self) -> bool:
+        """Can a deadline want an update earlier than it arrives? Not if all may be last."""
+        return bool(self.deadlines) and not self.last_counts and min(self.deadlines) < len(self.hosts) - 1
+
     def meets_deadlines(self, nodes: Iterable[Node]) -> bool:
         """Is there an order of the nodes in which every member is in time? The most urgent first tells."""
         if not self.deadlines:
@@ -122,11 +126,6 @@ class Layout(NamedTuple):
     sums: list[Sum]
     finishes: dict[int, float]  # by update: when the last shard's server has it
 
-    def cost(self, last_counts: bool) -> float:
-        if last_counts:
-            return max(self.finishes.values())
-        return sum(self.finishes.values()) / len(self.finishes)
-
 
 def empty_layout(nodes: Sequence[Node] = ()) -> Layout:
     return Layout(nodes, {}, [], {})
@@ -140,9 +139,14 @@ def lay_out(ledger: Ledger, cargo: Cargo, nodes: Sequence[Node], now_s: float) -
     return layout
 
 
+def node_tag(number: int) -> str:
+    """The name of the group that a node of the layout makes, if it makes one."""
+    return f"g{number}"
+
+
 def deliver(ledger: Ledger, cargo: Cargo, layout: Layout, node: Node, number: int, now_s: float) -> None:
     """Reserve everything that brings one node to the servers."""
-    bookings = send(ledger, cargo, layout, node, cargo.servers, f"g{number}", None, now_s)
+    bookings = send(ledger, cargo, layout, node, cargo.servers, node_tag(number), None, now_s)
     finish_s = max(booking.finish_s for booking in bookings)
     for index in members_of(node):
         layout.finishes[index] = finish_s
@@ -190,8 +194,10 @@ def _gather_paced(
     """Reserve a gather's parts so that all arrive together, as soon as its fullest link allows.
 
     The sum waits for the last part anyway, so nothing is lost by sending the others no faster; each link then
-    carries one even stream instead of bursts, and is booked once. Only for updates of one size at different
-    hosts of one rack whose links have that much left; None otherwise, and the parts are sent one by one.
+    carries one even stream instead of bursts, and is booked once. Only for updates of one size in one rack
+    whose links have that much left; None otherwise, and the parts are sent one by one.
+
+    The bookings are shared by all members that are not at an aggregator themselves, so they name no links.
     """
     at, children = node.at, node.children
     if len(children) * len(at) < PACED_FROM_STREAMS or set(map(type, children)) != {int}:
@@ -200,54 +206,48 @@ def _gather_paced(
         return None
     homes = [cargo.hosts[child] for child in children]  # type: ignore[index]
     sizes = cargo.parts[children[0]]  # type: ignore[index]
-    if len({*homes}) < len(homes) or any(cargo.parts[child] != sizes for child in children):  # type: ignore[index]
+    if any(cargo.parts[child] != sizes for child in children):  # type: ignore[index]
         return None
-    ups, downs = [ledger.doors(home) for home in homes], [ledger.doors(host) for host in at]
-    if len({doors.rack for doors in (*ups, *downs)}) > 1:
+    copies = Counter(homes)
+    ups, downs = {home: ledger.doors(home) for home in copies}, [ledger.doors(host) for host in at]
+    if len({doors.rack for doors in (*ups.values(), *downs)}) > 1:
         return None
-    senders = [len(homes) - (host in homes) for host in at]
-    own = {home: [shard for shard, host in enumerate(at) if host == home] for home in at if home in homes}
     # Bytes first, then rates that let the fullest link take just as long.
-    loads = _stream_loads(homes, ups, downs, own, senders, sizes)
+    loads = _stream_loads(copies, ups, at, downs, sizes)
     lasts_s = max([load / stairs.capacity if stairs.capacity > 0 else INF for stairs, load in loads.items()])
     rates = [snap_rate(size / lasts_s) if 0 < lasts_s < INF else 0.0 for size in sizes]
     if min(rates) <= 0:
         return None
     finish_s = now_s + max([size / rate for size, rate in zip(sizes, rates, strict=True)])
-    totals = _stream_loads(homes, ups, downs, own, senders, rates)
-    if not ledger.hold_totals(totals, now_s, finish_s):
+    if not ledger.hold_totals(_stream_loads(copies, ups, at, downs, rates), now_s, finish_s):
         return None
-    pieces = [[(now_s, finish_s, rate)] for rate in rates]
-    ways = [(doors.down, piece) for doors, piece in zip(downs, pieces, strict=True)]
+    streams = [Booking((), [(now_s, finish_s, rate)], now_s, finish_s) for rate in rates]
     here = Booking((), [], now_s, now_s)
-    arrivals = []
-    for child, home, doors in zip(children, homes, ups, strict=True):
-        up = doors.up
-        bookings = [Booking((up, down), piece, now_s, finish_s) for down, piece in ways]
-        for shard in own.get(home, ()):
-            bookings[shard] = here
-        ledger.log_held(bookings)
-        layout.sent[child] = Sent(at, bookings, tag)  # type: ignore[index]
-        arrivals.append(bookings)
-    return arrivals
+    away = Sent(at, streams, tag)
+    for child, home in zip(children, homes, strict=True):
+        if home in at:
+            own = [here if host == home else stream for host, stream in zip(at, streams, strict=True)]
+            layout.sent[child] = Sent(at, own, tag)  # type: ignore[index]
+        else:
+            layout.sent[child] = away  # type: ignore[index]
+    return [streams]
 
 
 def _stream_loads(
-    homes: Sequence[str],
-    ups: Sequence[Doors],
+    copies: Mapping[str, int],
+    ups: Mapping[str, Doors],
+    at: Sequence[str],
     downs: Sequence[Doors],
-    own: Mapping[str, Sequence[int]],
-    senders: Sequence[int],
     amounts: Sequence[float],
 ) -> dict[Staircase, float]:
-    """What streams of these amounts by shard, from every home to every shard's host, put on each link."""
-    whole = sum(amounts)
-    loads: dict[Staircase, float] = {doors.up: whole for doors in ups}
-    for home, doors in zip(homes, ups, strict=True):
-        for shard in own.get(home, ()):
-            loads[doors.up] -= amounts[shard]
-    for doors, count, amount in zip(downs, senders, amounts, strict=True):
-        loads[doors.down] = loads.get(doors.down, 0.0) + count * amount
+    """What each link carries if every update sends these amounts, by shard, to the shards' hosts."""
+    whole, count = sum(amounts), sum(copies.values())
+    loads: dict[Staircase, float] = {ups[home].up: times * whole for home, times in copies.items()}
+    for host, doors, amount in zip(at, downs, amounts, strict=True):
+        local = copies.get(host, 0)
+        if local:
+            loads[doors.up] -= local * amount
+        loads[doors.down] = loads.get(doors.down, 0.0) + (count - local) * amount
     return loads
 
 
@@ -263,7 +263,9 @@ def forward(
 ) -> list[Booking]:
     """Reserve a gather's sums from their hosts to the targets, each once its last child is there."""
     members = members_of(node)
-    sizes = list(map(max, zip(*(cargo.parts[index] for index in members), strict=True)))
+    sizes = cargo.parts[members[0]]
+    if any(cargo.parts[index] is not sizes for index in members):
+        sizes = list(map(max, zip(*(cargo.parts[index] for index in members), strict=True)))
     bookings: list[Booking] = [None] * len(targets)  # type: ignore[list-item]
     for shard in rotation(len(targets), members[0]):
         at, target = node.at[shard], targets[shard]

@@ -23,10 +23,11 @@ from mlfabric.plan.forest import (
     members_of,
     send,
 )
+from mlfabric.plan.numbering import plan_cost
 from mlfabric.plan.reservation import Booking, Ledger
 from mlfabric.plan.staircase import INF, Path
 
-# Two times this close are the same time: float sums of the same transfers differ in their last bits.
+# Two durations this close are the same: float sums of the same transfers differ in their last bits.
 TIME_TOLERANCE: Final = 1e-9
 # Hosts looked at for each group and shard; more gain little and cost much.
 HOSTS_TRIED: Final = 4
@@ -45,7 +46,15 @@ class Block(NamedTuple):
 class GroupSearch:
     """Candidates for the groups of a list of units."""
 
-    def __init__(self, ledger: Ledger, cargo: Cargo, units: Sequence[Node], depth: int, now_s: float) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        cargo: Cargo,
+        units: Sequence[Node],
+        depth: int,
+        now_s: float,
+        trial_transfers: int = TRIAL_TRANSFERS,
+    ) -> None:
         self.ledger = ledger
         self.cargo = cargo
         self.units = units
@@ -53,7 +62,7 @@ class GroupSearch:
         self.now_s = now_s
         self.count = len(units)
         self.transfers = len(cargo.servers) * sum(len(members_of(unit)) for unit in units)
-        self.trials_left = TRIAL_TRANSFERS
+        self.trials_left = trial_transfers
         hosts = ledger.network.hosts
         allowed = cargo.aggregators.difference(cargo.servers)
         self.speed = {
@@ -89,7 +98,7 @@ class GroupSearch:
             if cost < best[0] * (1 - TIME_TOLERANCE):
                 best = (cost, nodes)
         single = len(self.units) == len(self.cargo.hosts)
-        if not single or least_direct_cost(self.ledger, self.cargo, self.now_s) < best[0]:
+        if not single or least_direct_cost(self.ledger, self.cargo) < best[0]:
             cost = self.trial([Block(0, self.count)])
             if cost <= best[0]:
                 best = (cost, list(self.units))
@@ -126,7 +135,7 @@ class GroupSearch:
         layout = lay_out(self.ledger, self.cargo, nodes, self.now_s)
         self.ledger.undo(mark)
         self.trials_left -= self.transfers
-        return layout.cost(self.cargo.last_counts)
+        return plan_cost(nodes, layout.finishes, self.cargo, self.now_s)
 
     def _greedy(self, run: int) -> tuple[float, list[Node]]:
         """`run` units direct, then groups, each as long as it is ready when the server's link is free."""
@@ -152,7 +161,7 @@ class GroupSearch:
         self.trials_left -= self.transfers
         if not cargo.meets_deadlines(nodes):
             return INF, nodes
-        return layout.cost(cargo.last_counts), nodes
+        return plan_cost(nodes, layout.finishes, cargo, self.now_s), nodes
 
     def _group(
         self,
@@ -289,7 +298,7 @@ class GroupSearch:
         return [tuple(ranked[(k + s) % len(ranked)] for s in shards) for k in range(len(ranked))]
 
 
-def least_direct_cost(ledger: Ledger, cargo: Cargo, now_s: float) -> float:
+def least_direct_cost(ledger: Ledger, cargo: Cargo) -> float:
     """No plan without sums costs less: every server takes in all parts one after the other."""
     least = 0.0
     for shard, server in enumerate(cargo.servers):
@@ -302,7 +311,7 @@ def least_direct_cost(ledger: Ledger, cargo: Cargo, now_s: float) -> float:
             if not cargo.last_counts:
                 total *= (len(coming) + 1) / 2 / len(cargo.hosts)
             least = max(least, total / ledger.network.hosts[server].down_bytes_per_s)
-    return now_s + least
+    return least
 
 
 def _homes(cargo: Cargo, unit: Node) -> Iterable[str]:

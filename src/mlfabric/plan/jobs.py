@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mlfabric.errors import FabricError
-from mlfabric.plan.planner import plan_on_ledger, plan_updates
+from mlfabric.plan.planner import lay_plan, plan_updates
 from mlfabric.plan.reservation import open_ledger
 from mlfabric.plan.staircase import INF
 from mlfabric.plan.values import JobState, Offer, Plan, Reserved
@@ -51,8 +51,10 @@ def interleave_bursts(bursts: Sequence[Burst], now_s: float) -> tuple[Turn, ...]
             continue
         burst = ready[0]
         waiting.remove(burst)
-        behind = f", {len(waiting)} wait" if waiting else ""
-        reason = f"{format_time(burst.lasts_s)} at weight {burst.weight:g} is the shortest per weight{behind}"
+        others = f"{len(waiting)} other job{'s wait' if len(waiting) > 1 else ' waits'}"
+        behind = f", {others}" if waiting else ""
+        lasts = format_time(burst.lasts_s)
+        reason = f"its burst of {lasts} at weight {burst.weight:g} is the shortest per weight{behind}"
         turns.append(Turn(burst.job, at_s, at_s + burst.lasts_s, reason))
         at_s += burst.lasts_s
     return tuple(turns)
@@ -98,6 +100,14 @@ def _scale_rack(rack: Rack, part: float) -> Rack:
     )
 
 
+def take_turns(
+    network: Network, jobs: Sequence[tuple[JobState, Sequence[Offer]]], now: float
+) -> tuple[Turn, ...]:
+    """In which order the jobs have the links they share, each with what waits now as its burst."""
+    bursts = [Burst(job.name, _burst_s(network, job, offers), job.weight) for job, offers in jobs]
+    return interleave_bursts(bursts, now)
+
+
 def plan_jobs(
     network: Network,
     reserved: Sequence[Reserved],
@@ -111,12 +121,11 @@ def plan_jobs(
     "weights": each job plans on its part of every link, as if the others always used theirs.
     """
     if policy == "interleave":
-        ledger = open_ledger(network, reserved, now)
+        ledger = open_ledger(network, reserved, 0.0)
         by_name = {job.name: (job, offers) for job, offers in jobs}
-        bursts = [Burst(job.name, _burst_s(network, job, offers), job.weight) for job, offers in jobs]
         return {
-            turn.job: plan_on_ledger(ledger, *by_name[turn.job], now)
-            for turn in interleave_bursts(bursts, now)
+            turn.job: lay_plan(ledger, *by_name[turn.job], 0.0, offset_s=now).plan
+            for turn in take_turns(network, jobs, now)
         }
     if policy != "weights":
         raise FabricError(f"unknown policy {policy!r} between jobs; known are interleave, weights")

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
@@ -43,12 +43,12 @@ class Ordered:
 
 
 class _Entry(NamedTuple):
-    """An offer with what the rules look at. `rank` makes every order total: drops, then names."""
+    """An offer with what the rules look at. Sorted as they are, entries stand by deadline, then by rank."""
 
-    offer: Offer
-    duration_s: float
     deadline: int  # the last position it may have
-    rank: int
+    rank: int  # unique, so that every order is total: by drops in a row, then by names
+    duration_s: float
+    offer: Offer
 
 
 def order_updates(offers: Sequence[Offer], job: JobState, durations_s: Mapping[str, float]) -> Ordered:
@@ -59,7 +59,7 @@ def order_updates(offers: Sequence[Offer], job: JobState, durations_s: Mapping[s
         raise FabricError(f"unknown policy {job.policy!r}; known are {', '.join(sorted(POLICIES))}") from None
     ranked = sorted(offers, key=lambda o: (-o.drops_in_row, o.worker, o.update))
     entries = [
-        _Entry(offer, durations_s[offer.update], position_deadline(offer, job), rank)
+        _Entry(position_deadline(offer, job), rank, durations_s[offer.update], offer)
         for rank, offer in enumerate(ranked)
     ]
     return policy(entries, job)
@@ -92,23 +92,35 @@ def estimate_durations(
     """`estimate_duration` of many offers. What lies beyond the uplink is the same for a whole rack."""
     hosts = network.hosts
     servers = {shard.server for shard in shards}
-    beyond: dict[str | None, float] = {}  # seconds per byte of an update, by the sender's rack
+    beyond: dict[str | None, float] = {}  # by the sender's rack
     durations = {}
     for offer in offers:
         host = hosts[offer.host]
         if offer.host in servers:
             durations[offer.update] = estimate_duration(network, shards, offer)
             continue
-        slowest = beyond.get(host.rack)
-        if slowest is None:
-            probe = replace(host, name="", up_bytes_per_s=math.inf)
-            few = Network({"": probe, **{name: hosts[name] for name in servers}}, network.racks)
-            beyond[host.rack] = slowest = estimate_duration(
-                few, shards, replace(offer, host="", size_bytes=1)
-            )
-        up = host.up_bytes_per_s
-        durations[offer.update] = offer.size_bytes * max(1 / up if up > 0 else math.inf, slowest)
+        rack, up = host.rack, host.up_bytes_per_s
+        if rack not in beyond:
+            beyond[rack] = _beyond_uplink(network, rack, shards)
+        slowest = max(beyond[rack], 1 / up if up > 0 else math.inf)
+        durations[offer.update] = offer.size_bytes * slowest if slowest < math.inf else math.inf
     return durations
+
+
+def _beyond_uplink(network: Network, rack: str | None, shards: Sequence[Shard]) -> float:
+    """Seconds per byte of an update that the slowest way from a rack's core link to a server takes."""
+    whole = sum(shard.share for shard in shards) or 1.0
+    slowest = 0.0
+    for shard in shards:
+        server = network.hosts[shard.server]
+        rate = server.down_bytes_per_s
+        if rack != server.rack:
+            if rack is not None:
+                rate = min(rate, network.racks[rack].up_bytes_per_s)
+            if server.rack is not None:
+                rate = min(rate, network.racks[server.rack].down_bytes_per_s)
+        slowest = max(slowest, shard.share / whole / rate if rate > 0 else math.inf)
+    return slowest
 
 
 # -- our own rule
@@ -130,7 +142,7 @@ def _keep(entries: Sequence[_Entry], taken: int) -> tuple[list[_Entry], list[_En
     """The largest, then cheapest, set whose deadlines can all be met after `taken` positions; the others."""
     heap: list[tuple[float, int, _Entry]] = []
     dropped = []
-    for entry in sorted(entries, key=lambda e: (e.deadline, e.rank)):
+    for entry in sorted(entries):
         heappush(heap, (-entry.duration_s, -entry.rank, entry))
         if len(heap) > entry.deadline + 1 - taken:
             dropped.append(heappop(heap)[2])
@@ -139,7 +151,7 @@ def _keep(entries: Sequence[_Entry], taken: int) -> tuple[list[_Entry], list[_En
 
 def _fill_backward(kept: Sequence[_Entry], taken: int) -> list[_Entry]:
     """Positions from the last to the first, each to the longest update whose deadline allows it."""
-    by_deadline = sorted(kept, key=lambda e: (e.deadline, e.rank))
+    by_deadline = sorted(kept)
     eligible: list[tuple[float, int, int, _Entry]] = []
     reverse: list[_Entry] = []
     for position in range(taken + len(kept) - 1, taken - 1, -1):

@@ -131,7 +131,11 @@ class _Follow:
         """A step that alone is too far goes to the replica before it counts, with all that came meanwhile."""
         start_s = max(self.times[index], self.free_s)
         end = max(index + 1, bisect_right(self.times, start_s))
-        booking = self._send(start_s, end, f"{self.steps[index].name} alone exceeds the bound")
+        name, follower = self.steps[index].name, self.follower
+        reason = f"the step of {name} alone moves the model by more than the bound of {follower.bound:g}"
+        if follower.bound == 0:
+            reason = f"nothing counts before {follower.replica} has it (bound 0)"
+        booking = self._send(start_s, end, reason)
         for k in range(index, end):
             self._hold(k, booking.finish_s)
         return end
@@ -152,10 +156,11 @@ class _Follow:
                 break
         assert best is not None  # after the step before, everything is carried
         finish_s, start_s = best
+        beyond = f"further behind than its bound of {follower.bound:g}"
         if finish_s <= at_s:
-            reason = f"in time for {step.name}, which would exceed the bound {follower.bound:g} without it"
+            reason = f"there before {step.name} is applied, which would put {follower.replica} {beyond}"
         else:
-            reason = f"{step.name} waits for it, which would exceed the bound {follower.bound:g} without it"
+            reason = f"{step.name} waits for it, which would put {follower.replica} {beyond} otherwise"
         self._send(start_s, min(bisect_right(self.times, start_s), index), reason)
         self._hold(index, finish_s)
 
@@ -186,7 +191,7 @@ class _Follow:
         if until_s <= self.times[index]:
             return
         waits = format_time(until_s - self.times[index])
-        reason = f"held {waits} until {follower.replica} has what is pending, bound {follower.bound:g}"
+        reason = f"waits {waits} until replica {follower.replica} has caught up, bound {follower.bound:g}"
         self.held.append(HeldStep(step.name, follower.shard, until_s, reason))
         for k in range(index, len(self.times)):
             if self.times[k] >= until_s:

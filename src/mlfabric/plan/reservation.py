@@ -20,7 +20,7 @@ import msgspec
 
 from mlfabric.plan.staircase import INF, NOTHING_BYTES, Path, Piece, Staircase, cut, snap_rate, take_both
 from mlfabric.plan.values import Reserved
-from mlfabric.topology import Link, Network
+from mlfabric.topology import Host, Link, Network, Rack
 
 # A staircase drops its past when it is walked and has more past steps than this.
 LONG_PAST_STEPS: Final = 64
@@ -35,14 +35,50 @@ class Booking(msgspec.Struct, frozen=True, gc=False):
     finish_s: float
 
 
-class Doors(NamedTuple):
-    """The links at which a host meets the network, or a rack the core."""
+class Hold(NamedTuple):
+    """What several transfers hold together, by link: each a constant rate over one stretch of time."""
 
-    up: Staircase
-    down: Staircase
-    rack: str | None = None
-    rack_up: Staircase | None = None
-    rack_down: Staircase | None = None
+    rates: Mapping[Staircase, float]
+    from_s: float
+    to_s: float
+
+
+class Doors:
+    """The links at which a host meets the network, or a rack the core; made when they are first used."""
+
+    __slots__ = ("_down", "_owner", "_start_s", "_up", "rack", "rack_down", "rack_up")
+
+    def __init__(self, owner: Host | Rack, start_s: float, rack: str | None, core: Doors | None) -> None:
+        self._owner = owner
+        self._start_s = start_s
+        self._up: Staircase | None = None
+        self._down: Staircase | None = None
+        self.rack = rack
+        self.rack_up = None if core is None else core.up
+        self.rack_down = None if core is None else core.down
+
+    @property
+    def up(self) -> Staircase:
+        found = self._up
+        if found is None:
+            owner = self._owner
+            found = self._up = Staircase(owner.name, "up", owner.up_bytes_per_s, self._start_s)
+        return found
+
+    @property
+    def down(self) -> Staircase:
+        found = self._down
+        if found is None:
+            owner = self._owner
+            found = self._down = Staircase(owner.name, "down", owner.down_bytes_per_s, self._start_s)
+        return found
+
+    def made(self) -> Iterator[Staircase]:
+        """Those that were used."""
+        if self._up is not None:
+            yield self._up
+        if self._down is not None:
+            yield self._down
 
 
 class Ledger:
@@ -53,7 +89,7 @@ class Ledger:
         self.now_s = now_s
         self._doors: dict[str, Doors] = {}
         self._racks: dict[str, Doors] = {}
-        self._log: list[Booking] = []  # releases with their rates negated
+        self._log: list[Booking | Hold] = []  # releases with their rates negated
         self.host_limit = INF
         self._caps: dict[str, Staircase] = {}
 
@@ -105,23 +141,15 @@ class Ledger:
         return doors.up if link.direction == "up" else doors.down
 
     def _open(self, name: str) -> Doors:
-        host, now_s = self.network.hosts[name], self.now_s
-        up = Staircase(name, "up", host.up_bytes_per_s, now_s)
-        down = Staircase(name, "down", host.down_bytes_per_s, now_s)
-        if host.rack is None:
-            doors = Doors(up, down)
-        else:
-            rack = self._racks.get(host.rack) or self._open_rack(host.rack)
-            doors = Doors(up, down, host.rack, rack.up, rack.down)
-        self._doors[name] = doors
+        host = self.network.hosts[name]
+        core = None
+        if host.rack is not None:
+            core = self._racks.get(host.rack) or self._open_rack(host.rack)
+        self._doors[name] = doors = Doors(host, self.now_s, host.rack, core)
         return doors
 
     def _open_rack(self, name: str) -> Doors:
-        rack, now_s = self.network.racks[name], self.now_s
-        self._racks[name] = doors = Doors(
-            Staircase(name, "up", rack.up_bytes_per_s, now_s),
-            Staircase(name, "down", rack.down_bytes_per_s, now_s),
-        )
+        self._racks[name] = doors = Doors(self.network.racks[name], self.now_s, None, None)
         return doors
 
     # -- transfers
@@ -263,29 +291,26 @@ class Ledger:
         return booking
 
     def hold_totals(self, totals: Mapping[Staircase, float], from_s: float, to_s: float) -> bool:
-        """Take from each link what several transfers hold together, if all have it; `log_held` says which."""
+        """Take from each link what several transfers hold together, if all links have it."""
         if from_s < self.now_s:
             return False
-        within = []  # links on which the whole stretch lies in one step
+        steps = []  # in which the stretch begins
         for stairs, rate in totals.items():
             starts, residuals = stairs.starts, stairs.residuals
             index = bisect_right(starts, from_s) - 1
-            within.append(index if to_s <= starts[index + 1] else -1)
+            steps.append(index)
             while starts[index] < to_s:
                 if residuals[index] < rate:
                     return False
                 index += 1
-        for (stairs, rate), index in zip(totals.items(), within, strict=True):
-            if index >= 0:
+        for (stairs, rate), index in zip(totals.items(), steps, strict=True):
+            if to_s <= stairs.starts[index + 1]:
                 rest = stairs.residuals[index] - rate
                 cut(stairs.starts, stairs.residuals, index, from_s, to_s, rest)
             else:
                 stairs.add(from_s, to_s, -rate)
+        self._log.append(Hold(totals, from_s, to_s))
         return True
-
-    def log_held(self, bookings: Iterable[Booking]) -> None:
-        """The bookings that `hold_totals` took the rates of, so that they can be undone."""
-        self._log.extend(bookings)
 
     def release(self, booking: Booking, from_s: float = -INF) -> None:
         """Give back what a booking holds from `from_s` on: all of it, or the remainder of a transfer."""
@@ -306,9 +331,13 @@ class Ledger:
         """Take back every booking and release since the mark."""
         log = self._log
         while len(log) > mark:
-            booking = log.pop()
-            for from_s, to_s, rate in booking.pieces:
-                for stairs in booking.path:
+            last = log.pop()
+            if isinstance(last, Hold):
+                for stairs, rate in last.rates.items():
+                    stairs.add(last.from_s, last.to_s, rate)
+                continue
+            for from_s, to_s, rate in last.pieces:
+                for stairs in last.path:
                     stairs.add(from_s, to_s, rate)
 
     # -- time and change
@@ -333,8 +362,7 @@ class Ledger:
     def links(self) -> Iterator[Staircase]:
         """Every link touched so far."""
         for doors in (*self._doors.values(), *self._racks.values()):
-            yield doors.up
-            yield doors.down
+            yield from doors.made()
 
     def overbooked(self) -> list[Link]:
         """Links with a residual below zero from now on, by name. Empty unless a capacity was lowered."""

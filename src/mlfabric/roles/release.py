@@ -41,7 +41,7 @@ def at_full_rate(
     ends is better started when that has ended, and leaves no crumbs for the next one to trickle on.
     """
     placed = tuple(
-        replace(
+        msgspec.structs.replace(
             entry,
             finish_s=entry.finish_s + now,
             parts=tuple(
@@ -64,10 +64,10 @@ def _steady(transfer: Transfer, now: float, full_rate: float) -> Transfer:
     if CRUMB_SHARE * full_rate <= rate and full_rate <= MAX_RATE:
         start, rate = max(start, finish - transfer.size_bytes / full_rate), full_rate
     start, finish = start + now, finish + now
-    if isinstance(transfer, Part):
-        return msgspec.structs.replace(transfer, start_s=start, finish_s=finish, rate_bytes_per_s=rate)
-    ready = transfer.ready_s + now
-    return replace(transfer, ready_s=ready, start_s=start, finish_s=finish, rate_bytes_per_s=rate)
+    changed = msgspec.structs.replace(transfer, start_s=start, finish_s=finish, rate_bytes_per_s=rate)
+    if isinstance(changed, Group):
+        return msgspec.structs.replace(changed, ready_s=changed.ready_s + now)
+    return changed
 
 
 def host_of(node: str | None, members: Mapping[str, MemberInfo]) -> str | None:

@@ -14,8 +14,8 @@ import numpy as np
 
 from mlfabric.plan.ordering import order_updates
 from mlfabric.plan.placement import place_shards
-from mlfabric.plan.planner import weigh
 from mlfabric.plan.values import JobState, Offer
+from mlfabric.plan.writing import weigh
 from mlfabric.sim.estimate import OBSERVE_S, PACE, PROBE_FACTOR
 from mlfabric.sim.fluid import Floats, Ints, Process, Signal, Stream
 from mlfabric.sim.workload import JobRun
