@@ -157,7 +157,7 @@ def _decode_one_link(
         size = frames.length
     elif layer == "wire":
         ethernet = length if link == ETHERNET or link not in LINK_NAMES else length - _base_header(link) + 14
-        size = (np.maximum(ethernet, _WIRE_LEAST) + _WIRE_EXTRA).astype(np.uint32)
+        size = layer_of_wire(ethernet)
     elif layer == "ip":
         size = np.maximum(ip_length, 0).astype(np.uint32)
     else:
@@ -165,6 +165,11 @@ def _decode_one_link(
         payload = np.where(is_ip, ip_length - (transport - network) - header, 0)
         size = np.maximum(payload, 0).astype(np.uint32)
     return Decoded((source_hi, source_lo, target_hi, target_lo, ports), size, kept, interfaces)
+
+
+def layer_of_wire(ethernet: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """What Ethernet frames of these lengths take on the wire."""
+    return (np.maximum(ethernet, _WIRE_LEAST) + _WIRE_EXTRA).astype(np.uint32)
 
 
 def _some(mask: NDArray[np.bool_]) -> NDArray[np.intp] | slice | None:

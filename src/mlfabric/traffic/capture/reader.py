@@ -24,6 +24,8 @@ from mlfabric.traffic.capture.headers import LAYERS, LINK_NAMES, Layer, Wanted
 from mlfabric.traffic.capture.notes import Notes
 from mlfabric.traffic.capture.pcap import PcapFile, looks_like_pcap
 from mlfabric.traffic.capture.pcapng import SECTION_HEADER, PcapngFile
+from mlfabric.traffic.capture.plain import PlainFlows, plain_frames
+from mlfabric.traffic.capture.plain import sizes as plain_sizes
 from mlfabric.traffic.capture.source import ByteSource
 from mlfabric.traffic.flows import FlowIndex, Selection
 from mlfabric.traffic.trace import Origin, Trace, sort_in_pieces
@@ -92,6 +94,7 @@ class _Reading:
         self.options = options
         self.notes = Notes()
         self.index = FlowIndex()
+        self.plain = PlainFlows(self.index)
         self.columns = _Columns(guess, options.flows and options.decode)
         self.statistics = np.zeros(len(headers.STATISTICS), np.int64)
         self.seen = np.array([np.iinfo(np.int64).max, -1], np.int64)
@@ -157,7 +160,29 @@ class _Reading:
                 self.statistics,
                 self.seen,
             )
-        decoded = headers.decode(frames, options.layer, wanted, self.statistics)
+        found = plain_frames(frames, options.layer)
+        if found is None:
+            return self._decoded_in_general(frames)
+        if found.mask is None:
+            flow = self.plain.number(found)
+            size = plain_sizes(frames, found, options.layer)
+            self.index.add_totals(flow, size, frames.time_ns)
+            return flow, size
+        numbers, strange = self.plain.known(found)
+        if len(strange):
+            # New flows are numbered in order of appearance, which only one decoder for all can keep.
+            flow, size = self._decoded_in_general(frames)
+            self.plain.learn(found.first, found.second, flow[found.mask])
+            return flow, size
+        flow, size = np.empty(len(frames), np.int32), np.empty(len(frames), np.uint32)
+        flow[found.mask], size[found.mask] = numbers, plain_sizes(frames, found, options.layer)
+        self.index.add_totals(numbers, size[found.mask], frames.time_ns[found.mask])
+        flow[~found.mask], size[~found.mask] = self._decoded_in_general(frames.take(~found.mask))
+        return flow, size
+
+    def _decoded_in_general(self, frames: Frames) -> tuple[NDArray[np.int32], NDArray[np.uint32]]:
+        options = self.options
+        decoded = headers.decode(frames, options.layer, options.packet_direction, self.statistics)
         if decoded.interfaces:
             self.seen[0] = min(int(self.seen[0]), *decoded.interfaces)
             self.seen[1] = max(int(self.seen[1]), *decoded.interfaces)
