@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import socket
@@ -11,19 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from mlfabric.errors import FabricError
-from mlfabric.traffic.cli import app
+from mlfabric.traffic.cli import group
 from tests.traffic import capture_bytes as made
-
-runner = CliRunner()
 
 
 def run(*words: object) -> str:
-    result = runner.invoke(app, [str(word) for word in words], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(io.StringIO()):
+        group([str(word) for word in words])
+    return shown.getvalue()
 
 
 def run_json(*words: object) -> Any:
@@ -32,7 +32,7 @@ def run_json(*words: object) -> Any:
 
 def refused(*words: object) -> str:
     with pytest.raises(FabricError) as caught:
-        runner.invoke(app, [str(word) for word in words], catch_exceptions=False)
+        run(*words)
     sentence = str(caught.value)
     assert "\n" not in sentence
     return sentence
@@ -189,8 +189,8 @@ def test_a_whole_process_ends_with_code_two_and_no_traceback(tmp_path: Path) -> 
 
 def test_a_capture_without_pictures_imports_nothing_slow(servers: Path) -> None:
     script = (
-        "import sys; from mlfabric.traffic.cli import app; app(sys.argv[1:], standalone_mode=False);"
-        "slow = {'plotly', 'matplotlib', 'pyarrow', 'pywt', 'rich.table', 'scipy', 'pydantic'} & "
+        "import sys; sys.argv.insert(1, 'traffic'); from mlfabric.cli import main; main();"
+        "slow = {'plotly', 'matplotlib', 'pyarrow', 'pywt', 'rich', 'scipy', 'pydantic', 'typer'} & "
         "set(sys.modules);"
         "sys.stderr.write(repr(sorted(slow)))"
     )
