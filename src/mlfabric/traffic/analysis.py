@@ -18,7 +18,7 @@ from mlfabric.traffic.arrivals import Arrivals, fluid, instant
 from mlfabric.traffic.backlogs import Backlog, Stretch
 from mlfabric.traffic.bursts import Bursts, find_bursts
 from mlfabric.traffic.dispersion import Spread, spread
-from mlfabric.traffic.envelopes import Peak, byte_series, envelope, envelope_by_bins
+from mlfabric.traffic.envelopes import Peak, byte_series, envelope, envelopes_by_bins
 from mlfabric.traffic.flows import GroupKind
 from mlfabric.traffic.gaps import GapStatistics, gap_statistics
 from mlfabric.traffic.logscales import Logscale, logscale
@@ -164,7 +164,7 @@ def _scales(
     rhythm: Rhythm | None,
     pool: ThreadPoolExecutor | None = None,
 ) -> tuple[Scale, ...]:
-    def one(tau_ns: int) -> Scale:
+    def one(tau_ns: int, binned: int | None) -> Scale:
         peak = envelope(arrivals, tau_ns)
         mean = mean_bps / 8e9 * tau_ns
         scattered = None
@@ -176,16 +176,17 @@ def _scales(
             tau_ns,
             peak,
             peak.bytes / mean if peak is not None and mean > 0 else None,
-            envelope_by_bins(trace, tau_ns),
+            binned,
             scattered,
             options.line_rate_bps / mean_bps if options.line_rate_bps and mean_bps else None,
             rhythm.period_s * NS_PER_S / tau_ns if rhythm is not None else None,
         )
 
+    by_bins = envelopes_by_bins(trace, options.scales_ns)
     if pool is None or native.library() is None:
         # NumPy's sweeps need memory for each thread and gain little from a second one.
-        return tuple(one(tau_ns) for tau_ns in options.scales_ns)
-    return tuple(pool.map(one, options.scales_ns))
+        return tuple(map(one, options.scales_ns, by_bins))
+    return tuple(pool.map(one, options.scales_ns, by_bins))
 
 
 def _logscale(trace: Trace, rhythm: Rhythm | None, warnings: list[str]) -> Logscale | None:

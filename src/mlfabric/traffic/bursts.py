@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from mlfabric.traffic import native
 from mlfabric.traffic.trace import PIECE, Trace
 
 # Gaps are binned by octave and 64th of one: the top bits of their float form.
@@ -61,8 +62,12 @@ def gaps_in_pieces(trace: Trace) -> Iterator[NDArray[np.int64]]:
 def widest_plateau(trace: Trace) -> tuple[int, int] | None:
     """The two neighbouring gaps, in sorted order, with the largest ratio; None where all gaps are equal."""
     occupied = np.zeros(1 << (32 - _SHIFT), bool)
-    for gaps in gaps_in_pieces(trace):
-        occupied[_bin(gaps)] = True
+    library = native.library()
+    if library is not None:
+        native.gap_classes(library, np.ascontiguousarray(trace.time_ns), _SHIFT, occupied)
+    else:
+        for gaps in gaps_in_pieces(trace):
+            occupied[_bin(gaps)] = True
     occupied[_bin(np.zeros(1, np.int64))] = False  # ties are no gaps
     used = np.flatnonzero(occupied)
     if len(used) < 2:

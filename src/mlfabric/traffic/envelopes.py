@@ -8,7 +8,7 @@ report, offered under its own name: it under-reads by up to two.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -51,7 +51,10 @@ def envelope(arrivals: Arrivals | Trace, tau_ns: int) -> Peak | None:
         return None
     library = native.library()
     if library is not None and arrivals.line_rate_bps is None:
-        most, first = native.window_maximum(library, arrivals.start, arrivals.running.columns(), tau_ns)
+        running = arrivals.running
+        most, first = native.window_maximum(
+            library, arrivals.start, running.columns(), running.largest, tau_ns
+        )
         return Peak(most, int(arrivals.start[first]))
     forward = _Family(
         len(arrivals),
@@ -125,26 +128,53 @@ def _open(
 
 def envelope_by_bins(trace: Trace, tau_ns: int) -> int | None:
     """Most bytes in any of the aligned bins [k tau, (k+1) tau) counted from the first packet."""
-    if not len(trace) or tau_ns > trace.span_ns:
-        return None
+    return envelopes_by_bins(trace, [tau_ns])[0]
+
+
+def envelopes_by_bins(trace: Trace, taus_ns: Sequence[int]) -> list[int | None]:
+    """The same for several lengths: bins of one that divides another are added up, not counted again."""
+    most: dict[int, int] = {}
+    filled: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+    for tau_ns in sorted(set(taus_ns)):
+        if not len(trace) or tau_ns > trace.span_ns:
+            continue
+        finer = [known for known in filled if tau_ns % known == 0]
+        if finer:
+            number, held = filled[max(finer)]
+            number = number // (tau_ns // max(finer))
+            begins = np.flatnonzero(np.diff(number, prepend=-1))
+            filled[tau_ns] = number[begins], np.add.reduceat(held, begins)
+        else:
+            filled[tau_ns] = _filled_bins(trace, tau_ns)
+        most[tau_ns] = int(filled[tau_ns][1].max())
+    return [most.get(tau_ns) for tau_ns in taus_ns]
+
+
+def _filled_bins(trace: Trace, tau_ns: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Numbers and bytes of the aligned bins that hold packets."""
     origin = int(trace.time_ns[0])
-    library = native.library()
-    if library is not None and trace.size.dtype == np.uint32 and trace.span_ns // tau_ns >= len(trace) // 64:
-        columns = np.ascontiguousarray(trace.time_ns), np.ascontiguousarray(trace.size)
-        return native.binned_maximum(library, *columns, tau_ns)
     if trace.span_ns // tau_ns < len(trace) // 8:
         edges = np.arange(origin, int(trace.time_ns[-1]) + tau_ns + 1, tau_ns)
-        return int(np.diff(trace.running(np.searchsorted(trace.time_ns, edges))).max())
-    best, carried_bin, carried = 0, -1, 0
-    for start in range(0, len(trace), 1 << 20):
-        bins = (trace.time_ns[start : start + (1 << 20)] - origin) // tau_ns
-        change = np.flatnonzero(np.diff(bins, prepend=bins[0] - 1))
-        sums = np.add.reduceat(trace.size[start : start + (1 << 20)], change, dtype=np.int64)
-        if bins[0] == carried_bin:
-            sums[0] += carried
-        best = max(best, int(sums.max()), carried)
-        carried_bin, carried = int(bins[-1]), int(sums[-1])
-    return best
+        sums = np.diff(trace.running(np.searchsorted(trace.time_ns, edges)))
+        return np.arange(len(sums)), sums
+    library = native.library()
+    if library is not None and trace.size.dtype == np.uint32:
+        columns = np.ascontiguousarray(trace.time_ns), np.ascontiguousarray(trace.size)
+        return native.filled_bins(library, *columns, tau_ns)
+    numbers: list[NDArray[np.int64]] = []
+    sizes: list[NDArray[np.int64]] = []
+    for times, part in zip(pieces(trace.time_ns), pieces(trace.size), strict=True):
+        bins = (times - origin) // tau_ns
+        begins = np.flatnonzero(np.diff(bins, prepend=bins[0] - 1))
+        sums = np.add.reduceat(part, begins, dtype=np.int64)
+        here = bins[begins]
+        if numbers and here[0] == numbers[-1][-1]:
+            sizes[-1][-1] += sums[0]
+            here, sums = here[1:], sums[1:]
+        if len(here):
+            numbers.append(here)
+            sizes.append(sums)
+    return np.concatenate(numbers), np.concatenate(sizes)
 
 
 def byte_series(trace: Trace, bin_ns: int, origin_ns: int | None = None) -> NDArray[np.int64]:

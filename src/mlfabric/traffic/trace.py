@@ -67,6 +67,11 @@ class RunningBytes:
             self._exact[first : first + len(part)] = part.sum(axis=1, dtype=np.int64)
         np.cumsum(self._exact, out=self._exact)
 
+    @cached_property
+    def largest(self) -> int:
+        """The largest packet's bytes."""
+        return int(self._size.max()) if len(self._size) else 0
+
     def __call__(self, count: NDArray[np.integer[Any]]) -> Times:
         if self._full is not None:
             return self._full.take(count)
