@@ -115,6 +115,8 @@ def analyze(trace: Trace, options: AnalysisOptions | None = None) -> Analysis:
             highest = next((s.peak.bytes * 8e9 / s.tau_ns for s in scales if s.peak is not None), 0.0)
             rates = default_rates(mean_bps, max(options.line_rate_bps or 0.0, highest))
         queues = _backlog(arrivals, rates) if known is None else known.result()
+    bursts = find_bursts(trace, options.theta_ns)
+    warnings += bursts.notes
     groups, left_out = _groups(trace, options) if options.by else ((), 0)
     return Analysis(
         trace=trace,
@@ -128,7 +130,7 @@ def analyze(trace: Trace, options: AnalysisOptions | None = None) -> Analysis:
         mean_rate_bps=mean_bps,
         scales=scales,
         backlog=queues,
-        bursts=find_bursts(trace, options.theta_ns),
+        bursts=bursts,
         rhythm=rhythm,
         gaps=None if options.quick else gap_statistics(trace),
         logscale=None if options.quick else _logscale(trace, rhythm, warnings),

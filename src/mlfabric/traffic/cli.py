@@ -95,7 +95,7 @@ def bursts(words: BurstsWords) -> None:
 
         shown = bursts_json(found, None)
         shown["conventions"] = conventions(trace, "instant", "span", None)
-        shown["warnings"] = list(trace.origin.warnings)
+        shown["warnings"] = [*trace.origin.warnings, *found.notes]
         print_json(shown)
         return
     from mlfabric.traffic.tables import print_bursts

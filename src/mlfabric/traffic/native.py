@@ -262,10 +262,10 @@ def filled_bins(
 
 
 def gap_classes(
-    loaded: ctypes.CDLL, time_ns: NDArray[np.int64], shift: int, occupied: NDArray[np.bool_]
+    loaded: ctypes.CDLL, time_ns: NDArray[np.int64], shift: int, counts: NDArray[np.int64]
 ) -> None:
-    """Notes which classes the gaps fall into: their float form without its lowest bits."""
-    loaded.gap_classes(time_ns.ctypes.data, len(time_ns), shift, occupied.ctypes.data)
+    """Counts the gaps of each class: their float form without its lowest bits."""
+    loaded.gap_classes(time_ns.ctypes.data, len(time_ns), shift, counts.ctypes.data)
 
 
 def busiest_stretches(

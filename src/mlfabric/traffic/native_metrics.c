@@ -180,13 +180,13 @@ i64 filled_bins(const i64 *t, const u32 *size, i64 n, i64 tau, i64 *bin, i64 *by
   return count;
 }
 
-/* How often each class of gap occurs, at least whether it does: its float form without the lowest `shift` bits. */
-void gap_classes(const i64 *t, i64 n, int shift, u8 *occupied) {
+/* How many gaps fall into each class: their float form without the lowest `shift` bits. */
+void gap_classes(const i64 *t, i64 n, int shift, i64 *counts) {
   for (i64 i = 1; i < n; i++) {
     float gap = (float)(t[i] - t[i - 1]);
     u32 bits;
     memcpy(&bits, &gap, 4);
-    occupied[bits >> shift] = 1;
+    counts[bits >> shift]++;
   }
 }
 

@@ -87,10 +87,9 @@ def print_analysis(result: Analysis) -> None:
     out.print(_scale_table(result))
     out.print(_backlog_table(result))
     bursts = result.bursts
-    source = "given" if bursts.theta_given else "widest plateau"
     out.print(
         f"[bold]bursts[/bold]: {len(bursts):,} after pauses above "
-        f"{format_time(bursts.theta_ns / NS_PER_S)} ({source}); "
+        f"{format_time(bursts.theta_ns / NS_PER_S)} ({bursts.theta_from}); "
         f"ON {bursts.on_share:.1%}; median {format_size(float(np.median(bursts.bytes)))} in "
         f"{format_time(float(np.median(bursts.duration_ns)) / NS_PER_S)}, largest "
         f"{format_size(float(bursts.bytes.max()))}"
@@ -211,13 +210,13 @@ def _print_groups(out: Console, result: Analysis) -> None:
 
 def print_bursts(trace: Trace, bursts: Bursts, most: int) -> None:
     out = console()
-    source = "given" if bursts.theta_given else "from the widest plateau of the burst count"
     out.print(
         f"[bold]{', '.join(trace.origin.files)}[/bold]: {len(bursts):,} bursts after pauses above "
-        f"{format_time(bursts.theta_ns / NS_PER_S)} ({source}); {format_size(trace.total_bytes)} in all"
+        f"{format_time(bursts.theta_ns / NS_PER_S)} ({bursts.theta_from}); "
+        f"{format_size(trace.total_bytes)} in all"
     )
     print_conventions(out, trace, "instant", "span", None)
-    print_warnings(out, trace.origin.warnings)
+    print_warnings(out, (*trace.origin.warnings, *bursts.notes))
     shown = table("", ["#", "start", "duration", "bytes", "packets", "mean rate", "pause before"], left=0)
     for index in range(min(most, len(bursts))):
         rate = bursts.rate_bps[index]
