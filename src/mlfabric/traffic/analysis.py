@@ -208,7 +208,7 @@ def _groups(trace: Trace, options: AnalysisOptions) -> tuple[tuple[Group, ...], 
     kind = options.by
     assert kind is not None
     found: list[tuple[str, Trace]] = []
-    if kind == "host" and trace.flows is not None and trace.flows.names is None:
+    if kind == "host" and trace.flows is not None and trace.flows.tells_hosts:
         for direction in ("out", "in"):
             found += [(f"{name} {direction}", part) for name, part in trace.by("host", direction)]
         found.sort(key=lambda pair: -pair[1].total_bytes)

@@ -30,16 +30,17 @@ class ExtrapolateWords(CountedFiles):
 
 def extrapolate(words: ExtrapolateWords) -> None:
     """Lay several such jobs over one link: queue, loss, marks, and how many fit."""
-    from mlfabric.traffic.capture.tabular import is_table
     from mlfabric.traffic.control import CONTROLS, schedules, simulate
     from mlfabric.traffic.extrapolation import Law, Link
     from mlfabric.traffic.extrapolation import extrapolate as extrapolate_traces
+    from mlfabric.traffic.reading import input_kind
 
     control = choice(words.control, CONTROLS, "--control")
     buffer_bytes = one_size(words.buffer)
     shared = Link(one_rate(words.link), buffer_bytes, one_size(words.ecn) if words.ecn else buffer_bytes / 20)
     traces = [
-        words.trace([name], layer="l2" if is_table(name) else None, flows=False) for name in words.files
+        words.trace([name], layer=None if input_kind(name) == "capture" else "l2", flows=False)
+        for name in words.files
     ]
     result = extrapolate_traces(traces, words.jobs, shared, words.draws, words.seed)
     closed = []

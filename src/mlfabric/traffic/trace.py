@@ -156,6 +156,22 @@ class Trace:
             sizes = sizes.astype(np.uint32)
         return cls(times - first, sizes, rest.pop("origin_ns", 0) + first, **rest)
 
+    @classmethod
+    def of_named_flows(
+        cls, time_ns: NDArray[np.int64], size: NDArray[np.int64], names: NDArray[np.str_], origin: Origin
+    ) -> Trace:
+        """A trace whose flows are known by a name alone."""
+        distinct, number = np.unique(names, return_inverse=True)
+        table = FlowTable.named([str(name) for name in distinct])
+        trace = cls.from_arrays(time_ns, size, flow=number.astype(np.uint32), flows=table, origin=origin)
+        assert trace.flow is not None
+        # Sorted by time, so that the first and last packet of a flow are its first and last here.
+        table.packets[:] = np.bincount(trace.flow, minlength=len(distinct))
+        np.add.at(table.bytes, trace.flow, trace.size)
+        table.first_ns[trace.flow[::-1]] = trace.time_ns[::-1]
+        table.last_ns[trace.flow] = trace.time_ns
+        return trace
+
     def __len__(self) -> int:
         return len(self.time_ns)
 
