@@ -25,6 +25,7 @@ from mlfabric.traffic.logscales import Logscale, logscale
 from mlfabric.traffic.rhythm import Rhythm, find_rhythm
 from mlfabric.traffic.scales import DEFAULT_SCALES, default_rates, parse_scales
 from mlfabric.traffic.trace import NS_PER_S, Trace
+from mlfabric.units import format_time
 
 _MOST_GROUPS: Final = 64
 _LOGSCALE_BINS: Final = 1 << 16
@@ -100,7 +101,7 @@ def analyze(trace: Trace, options: AnalysisOptions | None = None) -> Analysis:
     """Every figure of a trace."""
     options = options or AnalysisOptions()
     trace.needs_packets()
-    warnings = list(trace.origin.warnings)
+    warnings = [*trace.origin.warnings, *_finer_than_clocks(trace, options)]
     arrivals = _arrivals(trace, options)
     rhythm = find_rhythm(trace)
     observation_ns, observed, observation = _observation(trace, rhythm, options)
@@ -138,6 +139,17 @@ def analyze(trace: Trace, options: AnalysisOptions | None = None) -> Analysis:
         groups_left_out=left_out,
         warnings=tuple(warnings),
     )
+
+
+def _finer_than_clocks(trace: Trace, options: AnalysisOptions) -> list[str]:
+    error_ns = trace.origin.clock_error_ns
+    finer = [tau_ns for tau_ns in options.scales_ns if tau_ns < error_ns]
+    if not finer:
+        return []
+    return [
+        f"windows up to {format_time(finer[-1] / NS_PER_S)} are finer than the captures' clocks agree "
+        f"({format_time(error_ns / NS_PER_S)}): what they say of packets from different captures is noise"
+    ]
 
 
 def _arrivals(trace: Trace, options: AnalysisOptions) -> Arrivals:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from mlfabric.errors import FabricError
 from mlfabric.option_records import Command, CommandGroup, argument, option
 from mlfabric.traffic.cli_jobs import JOB_COMMANDS
-from mlfabric.traffic.cli_options import Counted, CountedFiles, choice, print_json
+from mlfabric.traffic.cli_options import Counted, CountedRun, choice, print_json
 from mlfabric.traffic.scales import DEFAULT_SCALES, one_rate, one_time_ns, parse_rates, parse_scales
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _MOST_BINS: Final = 100_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnalyzeWords(CountedFiles):
+class AnalyzeWords(CountedRun):
     scales: str = option(DEFAULT_SCALES, _SCALES)
     rates: str | None = option(None, "1gbit,2.5e9,... or 100mbit:100gbit:50")
     by: str | None = option(None, "also per flow, host, pair or port")
@@ -78,7 +78,7 @@ def _pictures(result: Analysis, words: AnalyzeWords) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BurstsWords(CountedFiles):
+class BurstsWords(CountedRun):
     theta: str | None = option(None, _THETA)
     rows: int = option(40, "how many bursts to show", name="list")
 
@@ -104,7 +104,7 @@ def bursts(words: BurstsWords) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeriesWords(CountedFiles):
+class SeriesWords(CountedRun):
     width: str = option("5ms", "width of the aligned bins", name="bin")
 
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from mlfabric.errors import FabricError
 from mlfabric.option_records import Command, argument, option, required
-from mlfabric.traffic.cli_options import CountedFiles, choice, print_json
+from mlfabric.traffic.cli_options import CountedFiles, CountedRun, choice, print_json
 from mlfabric.traffic.scales import one_rate, one_size, one_time_ns
 
 _SIDES: Final = ("sender", "receiver", "unknown")
@@ -60,7 +60,7 @@ def extrapolate(words: ExtrapolateWords) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OrchestrationWords(CountedFiles):
+class OrchestrationWords(CountedRun):
     port_rate: str | None = option(None, "rate of the receiving ports; else the fastest sender's")
     side: str = option("unknown", "where it was captured: sender, receiver or unknown")
     shifts: int = option(199, "random phases for the p-value")

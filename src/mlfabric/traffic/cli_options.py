@@ -47,6 +47,7 @@ class Counted:
         decode: bool = True,
         layer: str | None = None,
         vantage: str | None = None,
+        align: bool = False,
     ) -> Trace:
         """What these files hold, merged by time. `flows` and `decode` say what the command needs; a
         selection may need more."""
@@ -56,7 +57,7 @@ class Counted:
 
         options = self._read_options(flows, decode, layer or self.layer, vantage or self.vantage)
         with progress_bar(files, self.as_json) as progress:
-            return read(list(files), replace(options, progress=progress))
+            return read(list(files), replace(options, progress=progress, align=align))
 
     def _read_options(self, flows: bool, decode: bool, layer: str, vantage: str) -> ReadOptions:
         from mlfabric.traffic.capture.headers import LAYERS, Wanted
@@ -85,12 +86,19 @@ class Counted:
 
 @dataclass(frozen=True, kw_only=True)
 class CountedFiles(Counted):
-    """The same, of files that belong to one run."""
+    """The same, of files that are named."""
 
     files: tuple[str, ...] = argument(FILES, several=True)
 
+
+@dataclass(frozen=True, kw_only=True)
+class CountedRun(CountedFiles):
+    """The same, of files that belong to one run."""
+
+    align: bool = option(False, "captures of several hosts: bring clocks together, count packets once")
+
     def merged(self, *, flows: bool = True, decode: bool = True, vantage: str | None = None) -> Trace:
-        return self.trace(self.files, flows=flows, decode=decode, vantage=vantage)
+        return self.trace(self.files, flows=flows, decode=decode, vantage=vantage, align=self.align)
 
 
 @contextmanager

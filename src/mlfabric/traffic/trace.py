@@ -42,6 +42,7 @@ class Origin:
     warnings: tuple[str, ...] = ()
     damaged: bool = False
     facts: dict[str, int] = field(default_factory=dict)
+    clock_error_ns: float = 0.0  # how well the clocks of several captures were brought together
 
 
 class RunningBytes:
