@@ -89,9 +89,8 @@ def make_capture(path: Path, packets: int, seed: int = 1) -> None:
 
     generator = np.random.default_rng(seed)
     per_round = 70_000
-    flows = [
-        Endpoints(f"10.0.{k % 2}.1", f"10.0.{1 - k % 2}.1", 40_000 + k // 2, 5001 + k % 2) for k in range(8)
-    ]
+    there = [Endpoints("10.0.0.1", "10.0.1.1", 40_000 + k, 5001) for k in range(4)]
+    flows = [*there, *(each.reversed() for each in there)]
     gaps = generator.exponential(1100, packets)
     gaps[::per_round] += 1_900_000_000
     times = 1_700_000_000_000_000_000 + np.cumsum(gaps).astype(np.int64)
