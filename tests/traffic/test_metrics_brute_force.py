@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise
 from unittest.mock import patch
 
@@ -12,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlfabric.traffic import backlogs as backlog_module
-from mlfabric.traffic import dispersion, native, trace
+from mlfabric.traffic import dispersion, envelopes, native, trace
 from mlfabric.traffic.arrivals import fluid
 from mlfabric.traffic.backlogs import Backlog, backlog_curve, least_rate
 from mlfabric.traffic.bursts import find_bursts, widest_plateau
@@ -35,6 +37,13 @@ def made(rows: list[tuple[int, int]]) -> tuple[brute.Packets, Trace]:
     times -= times[0]
     packets = [(int(at), size) for at, (_, size) in zip(times, rows, strict=True)]
     return packets, Trace.from_arrays(times, [size for _, size in rows])
+
+
+def bins_of(packets: brute.Packets, tau_ns: int) -> Counter[int]:
+    bins: Counter[int] = Counter()
+    for at, size in packets:
+        bins[at // tau_ns] += size
+    return bins
 
 
 @relaxed
@@ -190,6 +199,18 @@ def test_the_widest_plateau_is_the_largest_ratio_of_neighbouring_gaps(rows: list
     assert bursts.theta_from == "widest plateau"
     assert found[0] < bursts.theta_ns < found[1]
     assert len(bursts) * 2 <= len(packets)
+
+
+@relaxed
+@given(packet_lists, st.lists(st.sampled_from([10, 20, 50, 100, 300, 7, 1000]), min_size=1, max_size=5))
+def test_bins_of_several_lengths_equal_each_counted_alone(
+    form: str, rows: list[tuple[int, int]], taus: list[int]
+) -> None:
+    packets, made_trace = made(rows)
+    with patch.object(envelopes, "pieces", partial(trace.pieces, length=16)):
+        found = envelopes_by_bins(made_trace, taus)
+    expected = [None if tau > made_trace.span_ns else max(bins_of(packets, tau).values()) for tau in taus]
+    assert found == expected
 
 
 @pytest.mark.parametrize("seed", range(4))

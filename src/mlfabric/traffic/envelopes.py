@@ -133,48 +133,46 @@ def envelope_by_bins(trace: Trace, tau_ns: int) -> int | None:
 
 def envelopes_by_bins(trace: Trace, taus_ns: Sequence[int]) -> list[int | None]:
     """The same for several lengths: bins of one that divides another are added up, not counted again."""
+    fitting = sorted({tau_ns for tau_ns in taus_ns if len(trace) and tau_ns <= trace.span_ns})
+    library = native.library()
     most: dict[int, int] = {}
-    filled: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
-    for tau_ns in sorted(set(taus_ns)):
-        if not len(trace) or tau_ns > trace.span_ns:
-            continue
-        finer = [known for known in filled if tau_ns % known == 0]
-        if finer:
-            number, held = filled[max(finer)]
-            number = number // (tau_ns // max(finer))
-            begins = np.flatnonzero(np.diff(number, prepend=-1))
-            filled[tau_ns] = number[begins], np.add.reduceat(held, begins)
+    while fitting:
+        family = [tau_ns for tau_ns in fitting if tau_ns % fitting[0] == 0]
+        if library is not None and trace.size.dtype == np.uint32:
+            columns = np.ascontiguousarray(trace.time_ns), np.ascontiguousarray(trace.size)
+            found = native.binned_maxima(library, *columns, family)
         else:
-            filled[tau_ns] = _filled_bins(trace, tau_ns)
-        most[tau_ns] = int(filled[tau_ns][1].max())
+            found = _binned_maxima(trace, family)
+        most.update(zip(family, found, strict=True))
+        fitting = [tau_ns for tau_ns in fitting if tau_ns not in most]
     return [most.get(tau_ns) for tau_ns in taus_ns]
 
 
-def _filled_bins(trace: Trace, tau_ns: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Numbers and bytes of the aligned bins that hold packets."""
+def _binned_maxima(trace: Trace, taus_ns: Sequence[int]) -> list[int]:
+    """A piece of the trace at a time; the last bin of each length goes on in the next piece."""
     origin = int(trace.time_ns[0])
-    if trace.span_ns // tau_ns < len(trace) // 8:
-        edges = np.arange(origin, int(trace.time_ns[-1]) + tau_ns + 1, tau_ns)
-        sums = np.diff(trace.running(np.searchsorted(trace.time_ns, edges)))
-        return np.arange(len(sums)), sums
-    library = native.library()
-    if library is not None and trace.size.dtype == np.uint32:
-        columns = np.ascontiguousarray(trace.time_ns), np.ascontiguousarray(trace.size)
-        return native.filled_bins(library, *columns, tau_ns)
-    numbers: list[NDArray[np.int64]] = []
-    sizes: list[NDArray[np.int64]] = []
-    for times, part in zip(pieces(trace.time_ns), pieces(trace.size), strict=True):
-        bins = (times - origin) // tau_ns
-        begins = np.flatnonzero(np.diff(bins, prepend=bins[0] - 1))
-        sums = np.add.reduceat(part, begins, dtype=np.int64)
-        here = bins[begins]
-        if numbers and here[0] == numbers[-1][-1]:
-            sizes[-1][-1] += sums[0]
-            here, sums = here[1:], sums[1:]
-        if len(here):
-            numbers.append(here)
-            sizes.append(sums)
-    return np.concatenate(numbers), np.concatenate(sizes)
+    most = [0] * len(taus_ns)
+    last = [(-1, 0)] * len(taus_ns)  # number and bytes of the bin that is still open
+    for times, sizes in zip(pieces(trace.time_ns), pieces(trace.size), strict=True):
+        filled = {taus_ns[0]: _filled_bins((times - origin) // taus_ns[0], sizes)}
+        for place, tau_ns in enumerate(taus_ns):
+            finer = max(known for known in filled if tau_ns % known == 0)
+            numbers, sums = filled[finer]
+            if tau_ns != finer:
+                numbers, sums = filled[tau_ns] = _filled_bins(numbers // (tau_ns // finer), sums)
+            number, held = last[place]
+            begun = int(sums[0]) + (held if number == numbers[0] else 0)
+            most[place] = max(most[place], held, begun, int(sums[1:].max(initial=0)))
+            last[place] = int(numbers[-1]), int(sums[-1]) if len(sums) > 1 else begun
+    return most
+
+
+def _filled_bins(
+    numbers: NDArray[np.int64], sizes: NDArray[Any]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Neighbours of one bin added up: the bins that hold something, and what they hold."""
+    begins = np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 1))
+    return numbers[begins], np.add.reduceat(sizes, begins, dtype=np.int64)
 
 
 def byte_series(trace: Trace, bin_ns: int, origin_ns: int | None = None) -> NDArray[np.int64]:

@@ -121,8 +121,8 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.window_sweep.argtypes = [pointer, pointer, whole, whole, pointer, small, pointer, small, pointer]
     loaded.window_maximum.restype = whole
     loaded.window_maximum.argtypes = [pointer, whole, whole, *[pointer] * 3, whole, *[pointer] * 2]
-    loaded.filled_bins.restype = whole
-    loaded.filled_bins.argtypes = [pointer, pointer, whole, whole, pointer, pointer]
+    loaded.binned_maxima.restype = None
+    loaded.binned_maxima.argtypes = [pointer, pointer, whole, whole, *[pointer] * 3]
     loaded.gap_classes.restype = None
     loaded.gap_classes.argtypes = [pointer, whole, small, pointer]
     loaded.busiest_stretches.restype = None
@@ -249,16 +249,17 @@ def _addresses(columns: Sequence[NDArray[Any] | None]) -> list[int | None]:
     return [None if column is None else column.ctypes.data for column in columns]
 
 
-def filled_bins(
-    loaded: ctypes.CDLL, time_ns: NDArray[np.int64], size: NDArray[np.uint32], tau_ns: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Numbers and bytes of the aligned bins that hold packets."""
-    room = min(len(time_ns), int(time_ns[-1] - time_ns[0]) // tau_ns + 1)
-    number, held = np.empty(room, np.int64), np.empty(room, np.int64)
-    count = loaded.filled_bins(
-        time_ns.ctypes.data, size.ctypes.data, len(time_ns), tau_ns, number.ctypes.data, held.ctypes.data
-    )
-    return number[:count], held[:count]
+def binned_maxima(
+    loaded: ctypes.CDLL, time_ns: NDArray[np.int64], size: NDArray[np.uint32], taus_ns: Sequence[int]
+) -> list[int]:
+    """The fullest aligned bin of each length; all lengths are multiples of the first."""
+    taus, most = np.array(taus_ns, np.int64), np.empty(len(taus_ns), np.int64)
+    room = np.empty((len(taus_ns), 4), np.int64)
+    loaded.binned_maxima(
+        time_ns.ctypes.data, size.ctypes.data, len(time_ns), len(taus), taus.ctypes.data, room.ctypes.data,
+        most.ctypes.data,
+    )  # fmt: skip
+    return [int(each) for each in most]
 
 
 def gap_classes(

@@ -162,22 +162,32 @@ i64 window_maximum(const i64 *t, i64 n, i64 tau, const i64 *full, const u32 *siz
   return best;
 }
 
-/* The bins [t[0] + k tau, t[0] + (k+1) tau) that hold packets: their numbers k and bytes. */
-i64 filled_bins(const i64 *t, const u32 *size, i64 n, i64 tau, i64 *bin, i64 *bytes) {
-  i64 count = 0, edge = t[0] + tau, w = 0, number = 0;
-  for (i64 i = 0; i < n; i++) {
-    if (t[i] >= edge) {
-      bin[count] = number;
-      bytes[count++] = w;
-      w = 0;
-      number = t[i] < edge + tau ? number + 1 : (t[i] - t[0]) / tau;
-      edge = t[0] + (number + 1) * tau;
-    }
-    w += size[i];
+/* Bytes of the aligned bin that is being filled, its end, and the most that one held. */
+typedef struct {
+  i64 tau, end, held, most;
+} bin_type;
+
+static inline void add_to_bin(bin_type *bin, i64 at, i64 bytes) {
+  if (at >= bin->end) {
+    if (bin->held > bin->most) bin->most = bin->held;
+    bin->held = 0;
+    bin->end = at < bin->end + bin->tau ? bin->end + bin->tau : at - at % bin->tau + bin->tau;
   }
-  bin[count] = number;
-  bytes[count++] = w;
-  return count;
+  bin->held += bytes;
+}
+
+/* Most bytes in any bin [t[0] + k tau, t[0] + (k+1) tau), for each tau. All are multiples of the first, so the others
+ * are fed whole bins of it. `bins` has room for one each. */
+void binned_maxima(const i64 *t, const u32 *size, i64 n, i64 count, const i64 *tau, bin_type *bins, i64 *most) {
+  for (i64 k = 0; k < count; k++) bins[k] = (bin_type){tau[k], tau[k], 0, 0};
+  for (i64 i = 0; i < n; i++) {
+    i64 at = t[i] - t[0];
+    if (at >= bins[0].end)
+      for (i64 k = 1; k < count; k++) add_to_bin(&bins[k], bins[0].end - tau[0], bins[0].held);
+    add_to_bin(&bins[0], at, size[i]);
+  }
+  for (i64 k = 1; k < count; k++) add_to_bin(&bins[k], bins[0].end - tau[0], bins[0].held);
+  for (i64 k = 0; k < count; k++) most[k] = bins[k].held > bins[k].most ? bins[k].held : bins[k].most;
 }
 
 /* How many gaps fall into each class: their float form without the lowest `shift` bits. */
