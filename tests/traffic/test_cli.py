@@ -164,6 +164,11 @@ def test_every_mistake_is_one_sentence(servers: Path, tmp_path: Path) -> None:
     assert "--line-rate" in refused("analyze", servers, "--model", "fluid")
     assert "none with host 1.2.3.4" in refused("analyze", servers, "--host", "1.2.3.4")
     assert "can't be written" in refused("synth", tmp_path / "no" / "such.pcap")
+    assert "--list" in refused("bursts", servers, "--list", "-1")
+    assert "did you mean --quick" in refused("analyze", servers, "--quik")
+    bad = tmp_path / "bad.csv"
+    bad.write_text("time_s,bytes\n1.5,many\n")
+    assert "line 2: 'many' is not a whole number of bytes" in refused("analyze", bad)
     assert "--control" in refused("extrapolate", servers, "--control", "hope")
     assert (
         "no interface 'nonesuch'" in refused("capture", "-i", "nonesuch", "--duration", "1s")
@@ -185,6 +190,18 @@ def test_a_whole_process_ends_with_code_two_and_no_traceback(tmp_path: Path) -> 
     ended = subprocess.run([*command, missing], capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert ended.stderr == f"mlfabric: {missing} does not exist\n"
+
+
+def test_a_reader_that_goes_away_is_no_error(servers: Path) -> None:
+    command = f"{sys.executable} -c 'from mlfabric.cli import main; main()' traffic analyze {servers}"
+    ended = subprocess.run(
+        ["bash", "-c", f"{command} | head -1; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0
+    assert ended.stderr == ""
 
 
 def test_a_capture_without_pictures_imports_nothing_slow(servers: Path) -> None:

@@ -22,7 +22,7 @@ from mlfabric.traffic.control import schedules, simulate
 from mlfabric.traffic.cycles import Cycle, make_cycle
 from mlfabric.traffic.extrapolation import Link
 from mlfabric.traffic.reading import read
-from tests.traffic.test_real_jobs import BOTTLENECK_MBIT, BUFFER_BYTES, Lab, sh
+from tests.traffic.test_real_jobs import BOTTLENECK_MBIT, BUFFER_BYTES, Lab, built, sh
 
 _missing = [name for name in ("ip", "tc", "tcpdump") if shutil.which(name) is None]
 pytestmark = [
@@ -114,14 +114,7 @@ class TcpLab(Lab):
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[TcpLab]:
-    made = TcpLab()
-    try:
-        made.build()
-    except subprocess.CalledProcessError as error:
-        made.remove()
-        pytest.skip(f"this lab can't be built here: {error.stderr.strip()}")
-    yield made
-    made.remove()
+    yield from built(TcpLab())
 
 
 @pytest.fixture(scope="module", params=["reno", "cubic"])

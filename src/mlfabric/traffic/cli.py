@@ -87,6 +87,8 @@ def bursts(words: BurstsWords) -> None:
     """Every burst: start, duration, bytes, rate, pause before it."""
     from mlfabric.traffic.bursts import find_bursts
 
+    if words.rows < 0:
+        raise FabricError("--list takes how many bursts to show, none or more")
     trace = words.merged(flows=False, decode=False).needs_packets()
     found = find_bursts(trace, one_time_ns(words.theta) if words.theta else None)
     if words.as_json:

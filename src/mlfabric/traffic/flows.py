@@ -25,7 +25,8 @@ PROTOCOL_NAMES: Final = {1: "icmp", 6: "tcp", 17: "udp", 47: "gre", 50: "esp", 5
 ROCE_PORT: Final = 4791
 _MAPPED_IPV4: Final = 0xFFFF << 32
 _BETWEEN: Final = " > "  # sender and receiver of a flow that came by name
-_MULTIPLIERS: Final = tuple(
+# Odd numbers without a pattern in their bits: keys are mixed with them.
+MULTIPLIERS: Final = tuple(
     np.uint64(value)
     for value in (
         0x9E3779B97F4A7C15,
@@ -68,8 +69,8 @@ class FlowIndex:
 
     def number(self, columns: tuple[Words, Words, Words, Words, Words]) -> NDArray[np.int32]:
         """The flow number of each packet, given the five words of its key."""
-        hashes = columns[0] * _MULTIPLIERS[0]
-        for column, multiplier in zip(columns[1:], _MULTIPLIERS[1:], strict=True):
+        hashes = columns[0] * MULTIPLIERS[0]
+        for column, multiplier in zip(columns[1:], MULTIPLIERS[1:], strict=True):
             hashes ^= hashes >> np.uint64(29)
             hashes += column
             hashes *= multiplier

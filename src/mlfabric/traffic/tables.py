@@ -17,10 +17,17 @@ from mlfabric.units import format_rate, format_size, format_time
 _TOP: int = 10
 
 
+class _Output(Console):
+    """Standard output whose reader may go away (`| head`): the command line ends quietly then."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def console() -> Console:
     """Standard output; into a file or pipe tables get the room they need, as no one will wrap them there."""
-    result = Console(highlight=False)
-    return result if result.is_terminal else Console(highlight=False, width=160)
+    result = _Output(highlight=False)
+    return result if result.is_terminal else _Output(highlight=False, width=160)
 
 
 def table(title: str, columns: Sequence[str], left: int = 1) -> Table:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mlfabric.traffic.capture.frames import Frames, rows_at
 from mlfabric.traffic.capture.headers import ETHERNET, Layer, layer_of_wire
-from mlfabric.traffic.flows import ROCE_PORT, FlowIndex, Words
+from mlfabric.traffic.flows import MULTIPLIERS, ROCE_PORT, FlowIndex, Words
 
 # Bytes 8 to 40 of the frame as four little-endian words: 12 ethertype, 14 version and header length, 16 IP
 # length, 20 fragment, 23 protocol, 26 source, 30 destination, 34 ports.
@@ -30,7 +30,6 @@ _TCP, _UDP = np.uint64(6), np.uint64(17)
 _ROCE_SWAPPED: Final = np.uint64((ROCE_PORT & 255) << 8 | ROCE_PORT >> 8)
 _PORTS_MASK: Final = np.uint64((1 << 48) - 1)
 _SLOT_BITS: Final = 14
-_MULTIPLIERS: Final = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 _MAPPED: Final = np.uint64(0xFFFF << 32)
 
 
@@ -107,8 +106,8 @@ class PlainFlows:
 
 
 def _slots(first: Words, second: Words) -> NDArray[np.int64]:
-    mixed = first * _MULTIPLIERS[0]
-    mixed ^= second * _MULTIPLIERS[1]
+    mixed = first * MULTIPLIERS[0]
+    mixed ^= second * MULTIPLIERS[1]
     mixed >>= np.uint64(64 - _SLOT_BITS)
     return mixed.view(np.int64)
 

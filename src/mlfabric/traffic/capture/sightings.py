@@ -19,19 +19,11 @@ from numpy.typing import NDArray
 
 from mlfabric.traffic.capture.frames import Frames
 from mlfabric.traffic.capture.headers import PacketBytes, network_start
+from mlfabric.traffic.flows import MULTIPLIERS
 
 Prints = NDArray[np.uint64]
 Times = NDArray[np.int64]
 
-_MULTIPLIERS: Final = tuple(
-    np.uint64(value)
-    for value in (
-        0x9E3779B97F4A7C15,
-        0xBF58476D1CE4E5B9,
-        0x94D049BB133111EB,
-        0xD6E8FEB86659FD93,
-    )
-)
 _TCP, _UDP = 6, 17
 _LEAST_SHARED: Final = 8  # packets in common below which nothing is concluded
 _SEGMENTS: Final = 16  # of a capture, to see whether the clocks drift
@@ -277,10 +269,10 @@ def _addresses(at: PacketBytes, here: NDArray[np.int64], version: int) -> tuple[
 
 def _mix(one: Prints, other: Prints) -> Prints:
     """A number that depends on both and on their order."""
-    result = one * _MULTIPLIERS[0] + _MULTIPLIERS[3]
+    result = one * MULTIPLIERS[0] + MULTIPLIERS[3]
     result ^= result >> np.uint64(29)
-    result = (result + other) * _MULTIPLIERS[1]
+    result = (result + other) * MULTIPLIERS[1]
     result ^= result >> np.uint64(32)
-    result *= _MULTIPLIERS[2]
+    result *= MULTIPLIERS[2]
     result ^= result >> np.uint64(29)
     return result

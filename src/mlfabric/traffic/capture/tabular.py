@@ -102,7 +102,10 @@ def _csv(path: str | Path, notes: Notes) -> _Columns:
 
 
 def _whole(written: str) -> int:
-    value = int(written)
+    try:
+        value = int(written)
+    except ValueError:
+        raise ValueError(f"{written!r} is not a whole number of bytes") from None
     if value < 0:
         raise ValueError(f"{written} bytes is negative")
     return value
