@@ -157,7 +157,7 @@ def test_spread_in_pieces_equals_spread_at_once() -> None:
     times = np.cumsum(generator.integers(0, 1000, 5000))
     whole = Trace.from_arrays(times, generator.integers(60, 1515, 5000))
     at_once = spread(whole, 40_000)
-    with patch.object(dispersion, "PIECE", 64), patch.dict("os.environ", {"MLFABRIC_NO_NATIVE": "1"}):
+    with patch.object(dispersion, "_PIECE", 64), patch.dict("os.environ", {"MLFABRIC_NO_NATIVE": "1"}):
         assert native.library() is None
         in_pieces = spread(whole, 40_000)
     assert at_once is not None
