@@ -208,58 +208,107 @@ static inline u64 mixed(const key_type *key) {
   return h;
 }
 
+/* Flows of frames of the common kind by two words, as capture/plain.py tells them: what is found here needs no key. */
+#define RECENT_BITS 8
+typedef struct {
+  u64 first, second;
+  i64 number;
+} recent_type;
+
+/* Whether a frame is Ethernet, IPv4 without options, TCP or UDP, no later fragment, no RoCE; its two words then. */
+static inline int is_plain(const u8 *p, i64 captured, u32 link, int layer, u64 *first, u64 *second) {
+  u64 head, middle, third, fourth;
+  if (__BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || link != 1 || captured < 38 || layer == PAYLOAD) return 0;
+  memcpy(&head, p + 8, 8);
+  memcpy(&middle, p + 16, 8);
+  memcpy(&third, p + 24, 8);
+  memcpy(&fourth, p + 32, 8);
+  if ((head >> 32 & 0xffffff) != 0x450008 || (middle >> 32 & 0xff1f) || !(middle & 0xffff)) return 0;
+  u64 protocol = middle >> 56;
+  *second = fourth & 0xffffffffffffull;
+  if (protocol != 6 && (protocol != 17 || *second >> 32 == 0xb712)) return 0;
+  *first = (third & ~(u64)0xffff) | protocol;
+  return 1;
+}
+
+static inline u32 plain_size(const u8 *p, u32 length, int layer) {
+  if (layer == L2) return length;
+  return layer == IP ? be16(p + 16) : (length < 60 ? 60 : length) + 24;
+}
+
+/* Whether the cooked header names the wanted interface and direction. seen[0..1]: lowest and highest SLL2 interface
+ * index. */
+static int is_wanted(const u8 *p, u32 captured, u32 link, i64 want_interface, int want_direction, i64 *seen) {
+  u32 direction = p[1];
+  if (link == 276) {
+    i64 index = captured >= 20 ? be32(p + 4) : 0;
+    if (captured >= 20) {
+      if (index < seen[0]) seen[0] = index;
+      if (index > seen[1]) seen[1] = index;
+    }
+    direction = p[10];
+    if (want_interface >= 0 && index != want_interface) return 0;
+  }
+  return !((want_direction == OUT && direction != 4) || (want_direction == IN && direction == 4));
+}
+
+/* Every distinct key and its number, by open addressing. */
+typedef struct {
+  key_type *keys;
+  i64 *known;
+  int32_t *slots;
+  u64 mask;
+} flows_type;
+
+static i64 flow_number(const flows_type *flows, const key_type *key) {
+  u64 slot = mixed(key) & flows->mask;
+  i64 number;
+  while ((number = flows->slots[slot]) >= 0 && memcmp(&flows->keys[number], key, sizeof *key) != 0)
+    slot = (slot + 1) & flows->mask;
+  if (number < 0) {
+    number = (*flows->known)++;
+    flows->keys[number] = *key;
+    flows->slots[slot] = (int32_t)number;
+  }
+  return number;
+}
+
 /* Numbers the frames' flows in order of first appearance and adds up their totals. Returns how many frames were
- * done: fewer than asked when the table is full. flow[i] is -1 where the cooked header says not wanted.
- * seen[0..1]: lowest and highest SLL2 interface index. */
+ * done: fewer than asked when the table is full. flow[i] is -1 where the cooked header says not wanted. */
 i64 decode_frames(const u8 *data, const i64 *offset, const u32 *captured, const u32 *length, const i64 *time_ns,
                   u32 link, const u16 *links, i64 from, i64 count, int layer, i64 want_interface,
                   int want_direction, key_type *keys, i64 *known, i64 most_keys, int32_t *slots, i64 slot_count,
                   int32_t *flow, u32 *size, i64 *packets, i64 *bytes, i64 *first, i64 *last, i64 *stats,
                   i64 *seen) {
-  u64 mask = (u64)slot_count - 1;
-  i64 previous = -1;
+  flows_type flows = {keys, known, slots, (u64)slot_count - 1};
+  recent_type recent[1 << RECENT_BITS];
+  memset(recent, 0, sizeof recent);
   for (i64 i = from; i < count; i++) {
     if (*known >= most_keys) return i;
     const u8 *p = data + offset[i];
     u32 kind = links ? links[i] : link;
-    key_type key;
-    u32 bytes_here = decode_one(p, captured[i], length[i], kind, layer, &key, stats);
-    size[i] = bytes_here;
-    if (kind == 113 || kind == 276) {
-      u32 direction;
-      if (kind == 276) {
-        i64 index = captured[i] >= 20 ? be32(p + 4) : 0;
-        if (captured[i] >= 20) {
-          if (index < seen[0]) seen[0] = index;
-          if (index > seen[1]) seen[1] = index;
-        }
-        direction = p[10];
-        if (want_interface >= 0 && index != want_interface) {
-          flow[i] = -1;
-          continue;
-        }
-      } else {
-        direction = p[1];
-      }
-      if ((want_direction == OUT && direction != 4) || (want_direction == IN && direction == 4)) {
+    u64 one, two;
+    recent_type *place = NULL;
+    i64 number = -1;
+    if (is_plain(p, captured[i], kind, layer, &one, &two)) {
+      place = &recent[(one * 0x9e3779b97f4a7c15ull ^ two * 0xbf58476d1ce4e5b9ull) >> (64 - RECENT_BITS)];
+      if (place->first == one && place->second == two) number = place->number;
+    }
+    if (number >= 0) {
+      size[i] = plain_size(p, length[i], layer);
+    } else {
+      key_type key;
+      size[i] = decode_one(p, captured[i], length[i], kind, layer, &key, stats);
+      if ((kind == 113 || kind == 276) && !is_wanted(p, captured[i], kind, want_interface, want_direction, seen)) {
         flow[i] = -1;
         continue;
       }
+      number = flow_number(&flows, &key);
+      if (place) *place = (recent_type){one, two, number};
     }
-    i64 number = previous;
-    if (number < 0 || memcmp(&keys[number], &key, sizeof key) != 0) {
-      u64 slot = mixed(&key) & mask;
-      while ((number = slots[slot]) >= 0 && memcmp(&keys[number], &key, sizeof key) != 0) slot = (slot + 1) & mask;
-      if (number < 0) {
-        number = (*known)++;
-        keys[number] = key;
-        slots[slot] = (int32_t)number;
-      }
-    }
-    previous = number;
     flow[i] = (int32_t)number;
     packets[number]++;
-    bytes[number] += bytes_here;
+    bytes[number] += size[i];
     if (time_ns[i] < first[number]) first[number] = time_ns[i];
     if (time_ns[i] > last[number]) last[number] = time_ns[i];
   }
