@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mlfabric.traffic import native
 from mlfabric.traffic.arrivals import Arrivals, instant
-from mlfabric.traffic.trace import PIECE, Trace
+from mlfabric.traffic.trace import Trace
 
 _BLOCK: Final = 64
 _SUBBLOCK: Final = 8
@@ -280,8 +280,8 @@ def _block_starts(position: NDArray[Any]) -> NDArray[np.int64]:
     pause = (position[-1] - position[0]) * (_BLOCK / count)
     regular = np.arange(0, count, _BLOCK)
     after_pause = [
-        np.flatnonzero(np.diff(position[start : start + PIECE + 1]) > pause) + start + 1
-        for start in range(0, count - 1, PIECE)
+        np.flatnonzero(np.diff(position[start : start + _PIECE + 1]) > pause) + start + 1
+        for start in range(0, count - 1, _PIECE)
     ]
     return np.unique(np.concatenate([regular, *after_pause]))
 

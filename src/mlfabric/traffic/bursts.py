@@ -19,11 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlfabric.traffic import native
-from mlfabric.traffic.trace import PIECE, Trace
+from mlfabric.traffic.trace import Trace
 
 # Gaps are classed by octave and 64th of one: the top bits of their float form.
 _SHIFT: Final = 23 - 6
 _CLASSES: Final = 1 << (32 - _SHIFT)
+_PIECE: Final = 1 << 16  # packets whose gaps stay in the processor's cache
 _LEAST_RATIO: Final = 2.0
 _LEAST_PACKETS: Final = 2  # of the average burst
 ThetaFrom = Literal["given", "widest plateau", "no plateau"]
@@ -72,8 +73,8 @@ class Bursts:
 
 def gaps_in_pieces(trace: Trace) -> Iterator[NDArray[np.int64]]:
     """Times between consecutive packets, a piece at a time."""
-    for start in range(0, len(trace) - 1, PIECE):
-        yield np.diff(trace.time_ns[start : start + PIECE + 1])
+    for start in range(0, len(trace) - 1, _PIECE):
+        yield np.diff(trace.time_ns[start : start + _PIECE + 1])
 
 
 def widest_plateau(trace: Trace) -> tuple[int, int] | None:
@@ -146,7 +147,7 @@ def find_bursts(trace: Trace, theta_ns: float | None = None) -> Bursts:
     count = len(trace)
     starts = [np.zeros(min(count, 1), np.int64)]
     for number, gaps in enumerate(gaps_in_pieces(trace)):
-        starts.append(np.flatnonzero(gaps > theta_ns) + number * PIECE + 1)
+        starts.append(np.flatnonzero(gaps > theta_ns) + number * _PIECE + 1)
     first = np.concatenate(starts)
     if not count:
         none = np.zeros(0, np.int64)

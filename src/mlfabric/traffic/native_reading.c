@@ -287,7 +287,7 @@ i64 decode_frames(const u8 *data, const i64 *offset, const u32 *captured, const 
     if (*known >= most_keys) return i;
     const u8 *p = data + offset[i];
     u32 kind = links ? links[i] : link;
-    u64 one, two;
+    u64 one = 0, two = 0;
     recent_type *place = NULL;
     i64 number = -1;
     if (is_plain(p, captured[i], kind, layer, &one, &two)) {
