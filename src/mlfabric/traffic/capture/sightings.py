@@ -174,10 +174,13 @@ def _clock(
     ]
     if len(middles) >= _LEAST_SEGMENTS:
         when, middle, half = (np.array(column) for column in zip(*middles, strict=True))
-        slope, start = np.polyfit((when - begin) / 1e9, middle, 1)
-        residual = float(np.abs(middle - start - slope * (when - begin) / 1e9).max())
-        error = residual + float(np.median(np.abs(half))) + reference.error_ns
-        return Clock(float(start), float(slope) / 1e9, begin, error, len(at))
+        typical = float(np.median(np.abs(half)))
+        slope, start = (float(each) for each in np.polyfit(when - begin, middle, 1))
+        if abs(slope) * span <= typical:
+            # What the line rises by is less than any of its points is known to.
+            slope, start = 0.0, float(middle.mean())
+        residual = float(np.abs(middle - start - slope * (when - begin)).max())
+        return Clock(start, slope, begin, residual + typical + reference.error_ns, len(at))
     low, high = _bounds(ahead, way)
     if np.isfinite(low) and np.isfinite(high):
         return Clock((low + high) / 2, 0.0, begin, abs(high - low) / 2 + reference.error_ns, len(at))
