@@ -38,6 +38,11 @@ command = Command(Words, act)
 group = CommandGroup("tool part", "All of it.", [command])
 
 
+def late(words: Words) -> None:
+    """Comes later."""
+    seen.append(words)
+
+
 def test_options_stand_before_between_and_after_the_files() -> None:
     read = command.read(["--port", "1", "a", "--line-rate=2.5", "-", "-i", "x", "b", "--port=2", "--quick"])
     assert read == Words(files=("a", "-", "b"), port=(1, 2), line_rate=2.5, quick=True, device="x")
@@ -81,3 +86,19 @@ def test_a_group_runs_its_command_and_explains_itself(capsys: pytest.CaptureFixt
     assert "bytes (default l2)" in shown
     with pytest.raises(FabricError, match="tool part has no command 'acd'; did you mean act"):
         group(["acd"])
+
+
+def test_commands_that_are_loaded_late_are_loaded_only_when_asked_for() -> None:
+    loaded: list[int] = []
+
+    def more() -> list[Command]:
+        loaded.append(1)
+        return [Command(Words, late)]
+
+    both = CommandGroup("tool part", "All of it.", [command], more)
+    seen.clear()
+    both(["act", "a", "-i", "x"])
+    assert not loaded
+    both(["late", "b", "-i", "y"])
+    assert seen[-1].files == ("b",)
+    assert "Comes later." in both.help()

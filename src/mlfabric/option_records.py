@@ -149,21 +149,30 @@ class Command:
 class CommandGroup:
     """Several commands under one word."""
 
-    def __init__(self, called: str, words: str, commands: Sequence[Command]) -> None:
+    def __init__(
+        self,
+        called: str,
+        words: str,
+        commands: Sequence[Command],
+        more: Callable[[], Sequence[Command]] = tuple,
+    ) -> None:
+        """`more` gives commands that are loaded only when one of them is asked for, or all are listed."""
         self.called = called
         self.words = words
         self._commands = {each.name: each for each in commands}
+        self._more = more
+
+    def _all(self) -> dict[str, Command]:
+        return {**self._commands, **{each.name: each for each in self._more()}}
 
     def __call__(self, words: Sequence[str]) -> None:
         """Does what the words ask for."""
         if not words or words[0] in ("--help", "-h"):
             sys.stdout.write(self.help())
             return
-        command = self._commands.get(words[0])
+        command = self._commands.get(words[0]) or self._all().get(words[0])
         if command is None:
-            raise FabricError(
-                f"{self.called} has no command {words[0]!r}{_nearest(words[0], self._commands)}"
-            )
+            raise FabricError(f"{self.called} has no command {words[0]!r}{_nearest(words[0], self._all())}")
         asked = list(words[1:])
         before_names = asked[: asked.index("--")] if "--" in asked else asked
         if "--help" in before_names or "-h" in before_names:
@@ -172,7 +181,7 @@ class CommandGroup:
         command.act(command.read(asked))
 
     def help(self) -> str:
-        rows = [(name, each.words.split("\n")[0]) for name, each in self._commands.items()]
+        rows = [(name, each.words.split("\n")[0]) for name, each in self._all().items()]
         lines = [f"Usage: {self.called} COMMAND ...", "", self.words, "", "Commands", *_table(rows)]
         return "\n".join([*lines, "", f"{self.called} COMMAND --help tells more."]) + "\n"
 

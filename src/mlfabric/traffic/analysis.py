@@ -33,6 +33,8 @@ _LOGSCALE_BINS: Final = 1 << 16
 
 @dataclass(frozen=True)
 class AnalysisOptions:
+    """What to compute, and under which conventions."""
+
     scales_ns: tuple[int, ...] = field(default_factory=lambda: parse_scales(DEFAULT_SCALES))
     rates_bps: tuple[float, ...] | None = None  # None: from the mean rate to the highest seen
     model: Literal["instant", "fluid"] = "instant"
@@ -74,6 +76,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Analysis:
+    """One trace and every figure of it."""
+
     trace: Trace
     options: AnalysisOptions
     packets: int

@@ -4,13 +4,13 @@ is used."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from mlfabric.errors import FabricError
 from mlfabric.option_records import Command, CommandGroup, argument, option
-from mlfabric.traffic.cli_jobs import JOB_COMMANDS
 from mlfabric.traffic.cli_options import Counted, CountedRun, choice, print_json
 from mlfabric.traffic.scales import DEFAULT_SCALES, one_rate, one_time_ns, parse_rates, parse_scales
 
@@ -24,6 +24,8 @@ _MOST_BINS: Final = 100_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class AnalyzeWords(CountedRun):
+    """What `analyze` is asked."""
+
     scales: str = option(DEFAULT_SCALES, _SCALES)
     rates: str | None = option(None, "1gbit,2.5e9,... or 100mbit:100gbit:50")
     by: str | None = option(None, "also per flow, host, pair or port")
@@ -79,6 +81,8 @@ def _pictures(result: Analysis, words: AnalyzeWords) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class BurstsWords(CountedRun):
+    """What `bursts` is asked."""
+
     theta: str | None = option(None, _THETA)
     rows: int = option(40, "how many bursts to show", name="list")
 
@@ -107,6 +111,8 @@ def bursts(words: BurstsWords) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SeriesWords(CountedRun):
+    """What `series` is asked."""
+
     width: str = option("5ms", "width of the aligned bins", name="bin")
 
 
@@ -148,6 +154,8 @@ def series(words: SeriesWords) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareWords(Counted):
+    """What `compare` is asked."""
+
     before: str = argument("capture before the change")
     after: str = argument("capture after it")
     scales: str = option(DEFAULT_SCALES, _SCALES)
@@ -176,6 +184,12 @@ def compare(words: CompareWords) -> None:
     print_comparison(result)
 
 
+def _job_commands() -> Sequence[Command]:
+    from mlfabric.traffic.cli_jobs import JOB_COMMANDS
+
+    return JOB_COMMANDS
+
+
 group = CommandGroup(
     "mlfabric traffic",
     "Burstiness of any capture at every time scale, exactly, and what many such jobs do to a link.",
@@ -184,6 +198,6 @@ group = CommandGroup(
         Command(BurstsWords, bursts),
         Command(SeriesWords, series),
         Command(CompareWords, compare),
-        *JOB_COMMANDS,
     ],
+    _job_commands,
 )

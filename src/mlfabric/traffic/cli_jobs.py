@@ -17,6 +17,8 @@ _SIDES: Final = ("sender", "receiver", "unknown")
 
 @dataclass(frozen=True, kw_only=True)
 class ExtrapolateWords(CountedFiles):
+    """What `extrapolate` is asked."""
+
     layer: str = option("wire", "which bytes count: l2, ip, payload or wire")
     jobs: int = option(2, "how many jobs share the link; files are dealt to them in turn")
     link: str = option("10gbit", "rate of the shared link")
@@ -61,6 +63,8 @@ def extrapolate(words: ExtrapolateWords) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class OrchestrationWords(CountedRun):
+    """What `orchestration` is asked."""
+
     port_rate: str | None = option(None, "rate of the receiving ports; else the fastest sender's")
     side: str = option("unknown", "where it was captured: sender, receiver or unknown")
     shifts: int = option(199, "random phases for the p-value")
@@ -94,6 +98,8 @@ def orchestration(words: OrchestrationWords) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SynthWords:
+    """What `synth` is asked."""
+
     out: Path = argument("pcap file to write", kind=Path)
     pattern: str = option("periodic", "periodic, ring, ps-naive, ps-staggered, poisson or fgn")
     hosts: int = option(4, "how many hosts")
@@ -137,6 +143,8 @@ def synth(words: SynthWords) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureWords:
+    """What `capture` is asked."""
+
     interface: str = required("interface to listen on", short="-i")
     interval: str = option("1s", "one line per interval")
     duration: str | None = option(None, "stop after this long; otherwise on Ctrl-C")
