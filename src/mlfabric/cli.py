@@ -6,17 +6,14 @@ sentence on standard error and exit code 2.
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
-from typing import Any
+from collections.abc import Sequence
 
-import typer
-
-from mlfabric.cli_plain import PlainGroup
 from mlfabric.errors import FabricError
 
-# Where each command or group of commands lives: module and the name of its typer application.
+# Where each command or group of commands lives: module and the name of its typer application
+# or command group.
 COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("mlfabric.bench.cli", "app"),
     "certs": ("mlfabric.commands.certs", "app"),
@@ -29,43 +26,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sim": ("mlfabric.commands.sim", "app"),
     "status": ("mlfabric.commands.operate", "status_app"),
     "story": ("mlfabric.commands.story", "app"),
-    "traffic": ("mlfabric.traffic.cli", "app"),
+    "traffic": ("mlfabric.traffic.cli", "group"),
 }
-
-
-class _LazyGroup(PlainGroup):
-    """A command group that imports its commands only when one of them is called."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return sorted(COMMANDS)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in COMMANDS:
-            return None
-        module, name = COMMANDS[cmd_name]
-        command = typer.main.get_command(getattr(importlib.import_module(module), name))
-        command.name = cmd_name
-        return command
-
-
-app = typer.Typer(
-    cls=_LazyGroup,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Order, aggregate, replicate and pace every transfer of a training job, and see its traffic.",
-)
-
-
-@app.callback()
-def _root() -> None:
-    pass
 
 
 def main() -> None:
     """The entry point: runs the command line and turns errors into one sentence and an exit code."""
     try:
-        app()
+        _run(sys.argv[1:])
     except FabricError as error:
         sys.stderr.write(f"mlfabric: {error}\n")
         sys.exit(2)
@@ -76,3 +44,17 @@ def main() -> None:
         # The reader of our output went away (`| head`); nothing is wrong.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+
+
+def _run(words: Sequence[str]) -> None:
+    if words[:1] == ["traffic"]:
+        # NumPy's algebra library starts a thread per core and lets them spin; nothing here would use them.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        from mlfabric.traffic.cli import group
+
+        # Reading a capture takes less time than loading the library that the other commands need.
+        group(words[1:])
+        return
+    from mlfabric.commands.root import app
+
+    app()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import socket
@@ -11,19 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from mlfabric.errors import FabricError
-from mlfabric.traffic.cli import app
+from mlfabric.traffic.cli import group
 from tests.traffic import capture_bytes as made
-
-runner = CliRunner()
 
 
 def run(*words: object) -> str:
-    result = runner.invoke(app, [str(word) for word in words], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(io.StringIO()):
+        group([str(word) for word in words])
+    return shown.getvalue()
 
 
 def run_json(*words: object) -> Any:
@@ -32,7 +32,7 @@ def run_json(*words: object) -> Any:
 
 def refused(*words: object) -> str:
     with pytest.raises(FabricError) as caught:
-        runner.invoke(app, [str(word) for word in words], catch_exceptions=False)
+        run(*words)
     sentence = str(caught.value)
     assert "\n" not in sentence
     return sentence
@@ -164,6 +164,11 @@ def test_every_mistake_is_one_sentence(servers: Path, tmp_path: Path) -> None:
     assert "--line-rate" in refused("analyze", servers, "--model", "fluid")
     assert "none with host 1.2.3.4" in refused("analyze", servers, "--host", "1.2.3.4")
     assert "can't be written" in refused("synth", tmp_path / "no" / "such.pcap")
+    assert "--list" in refused("bursts", servers, "--list", "-1")
+    assert "did you mean --quick" in refused("analyze", servers, "--quik")
+    bad = tmp_path / "bad.csv"
+    bad.write_text("time_s,bytes\n1.5,many\n")
+    assert "line 2: 'many' is not a whole number of bytes" in refused("analyze", bad)
     assert "--control" in refused("extrapolate", servers, "--control", "hope")
     assert (
         "no interface 'nonesuch'" in refused("capture", "-i", "nonesuch", "--duration", "1s")
@@ -187,10 +192,22 @@ def test_a_whole_process_ends_with_code_two_and_no_traceback(tmp_path: Path) -> 
     assert ended.stderr == f"mlfabric: {missing} does not exist\n"
 
 
+def test_a_reader_that_goes_away_is_no_error(servers: Path) -> None:
+    command = f"{sys.executable} -c 'from mlfabric.cli import main; main()' traffic analyze {servers}"
+    ended = subprocess.run(
+        ["bash", "-c", f"{command} | head -1; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0
+    assert ended.stderr == ""
+
+
 def test_a_capture_without_pictures_imports_nothing_slow(servers: Path) -> None:
     script = (
-        "import sys; from mlfabric.traffic.cli import app; app(sys.argv[1:], standalone_mode=False);"
-        "slow = {'plotly', 'matplotlib', 'pyarrow', 'pywt', 'rich.table', 'scipy', 'pydantic'} & "
+        "import sys; sys.argv.insert(1, 'traffic'); from mlfabric.cli import main; main();"
+        "slow = {'plotly', 'matplotlib', 'pyarrow', 'pywt', 'rich', 'scipy', 'pydantic', 'typer'} & "
         "set(sys.modules);"
         "sys.stderr.write(repr(sorted(slow)))"
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise
 from unittest.mock import patch
 
@@ -12,12 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlfabric.traffic import backlogs as backlog_module
-from mlfabric.traffic import dispersion, native, trace
+from mlfabric.traffic import dispersion, envelopes, native, trace
 from mlfabric.traffic.arrivals import fluid
 from mlfabric.traffic.backlogs import Backlog, backlog_curve, least_rate
 from mlfabric.traffic.bursts import find_bursts, widest_plateau
 from mlfabric.traffic.dispersion import spread
-from mlfabric.traffic.envelopes import byte_series, envelope, envelope_by_bins
+from mlfabric.traffic.envelopes import byte_series, envelope, envelope_by_bins, envelopes_by_bins
 from mlfabric.traffic.trace import RunningBytes, Trace, sort_in_pieces
 from tests.traffic import brute
 
@@ -35,6 +37,13 @@ def made(rows: list[tuple[int, int]]) -> tuple[brute.Packets, Trace]:
     times -= times[0]
     packets = [(int(at), size) for at, (_, size) in zip(times, rows, strict=True)]
     return packets, Trace.from_arrays(times, [size for _, size in rows])
+
+
+def bins_of(packets: brute.Packets, tau_ns: int) -> Counter[int]:
+    bins: Counter[int] = Counter()
+    for at, size in packets:
+        bins[at // tau_ns] += size
+    return bins
 
 
 @relaxed
@@ -148,7 +157,7 @@ def test_spread_in_pieces_equals_spread_at_once() -> None:
     times = np.cumsum(generator.integers(0, 1000, 5000))
     whole = Trace.from_arrays(times, generator.integers(60, 1515, 5000))
     at_once = spread(whole, 40_000)
-    with patch.object(dispersion, "PIECE", 64), patch.dict("os.environ", {"MLFABRIC_NO_NATIVE": "1"}):
+    with patch.object(dispersion, "_PIECE", 64), patch.dict("os.environ", {"MLFABRIC_NO_NATIVE": "1"}):
         assert native.library() is None
         in_pieces = spread(whole, 40_000)
     assert at_once is not None
@@ -167,18 +176,64 @@ def test_bursts_partition_the_trace(rows: list[tuple[int, int]], theta_ns: int) 
     assert found.packets.sum() == len(packets)
 
 
+@pytest.mark.usefixtures("form")
 @relaxed
 @given(packet_lists)
 def test_the_widest_plateau_is_the_largest_ratio_of_neighbouring_gaps(rows: list[tuple[int, int]]) -> None:
     packets, made_trace = made(rows)
-    distinct = sorted({b[0] - a[0] for a, b in pairwise(packets)} - {0})
+    gaps = [b[0] - a[0] for a, b in pairwise(packets)]
+    plateaus = [
+        (high / low, low, high)
+        for low, high in pairwise(sorted(set(gaps) - {0}))
+        if high >= 2 * low and 2 * (1 + sum(gap >= high for gap in gaps)) <= len(packets)
+    ]
     found = widest_plateau(made_trace)
-    if len(distinct) < 2:
+    bursts = find_bursts(made_trace)
+    if not plateaus:
         assert found is None
+        assert (bursts.theta_from, len(bursts)) == ("no plateau", 1)
+        assert "one burst" in bursts.notes[0]
         return
     assert found is not None
-    ratios = [b / a for a, b in pairwise(distinct)]
-    assert found[1] / found[0] == pytest.approx(max(ratios))
+    assert found[1] / found[0] == pytest.approx(max(plateaus)[0])
+    assert bursts.theta_from == "widest plateau"
+    assert found[0] < bursts.theta_ns < found[1]
+    assert len(bursts) * 2 <= len(packets)
+
+
+@relaxed
+@given(packet_lists, st.lists(st.sampled_from([10, 20, 50, 100, 300, 7, 1000]), min_size=1, max_size=5))
+def test_bins_of_several_lengths_equal_each_counted_alone(
+    form: str, rows: list[tuple[int, int]], taus: list[int]
+) -> None:
+    packets, made_trace = made(rows)
+    with patch.object(envelopes, "pieces", partial(trace.pieces, length=16)):
+        found = envelopes_by_bins(made_trace, taus)
+    expected = [None if tau > made_trace.span_ns else max(bins_of(packets, tau).values()) for tau in taus]
+    assert found == expected
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_both_forms_agree_where_windows_hold_many_packets(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long enough that every way to rule out windows and blocks is taken."""
+    generator = np.random.default_rng(seed)
+    gaps = np.where(generator.random(20_000) < 0.01, 50_000, generator.integers(0, 200, 20_000))
+    made_trace = Trace.from_arrays(np.cumsum(gaps), generator.integers(40, 1500, 20_000))
+    taus = [100, 3_000, 20_000, 100_000, 1_000_000, 5_000_000]
+    rates = [10.0**power for power in np.arange(9, 12, 0.15)]
+    found = []
+    for switch in ("1", "0"):
+        monkeypatch.setenv("MLFABRIC_NO_NATIVE", switch)
+        peaks = [envelope(made_trace, tau) for tau in taus]
+        bins = envelopes_by_bins(made_trace, taus)
+        found.append((peaks, bins, Backlog(made_trace).at_many(rates), widest_plateau(made_trace)))
+    assert found[0] == found[1], f"seed {seed}"
+
+
+def test_traffic_without_pauses_is_one_burst() -> None:
+    gaps = np.random.default_rng(5).exponential(1000, 20_000).astype(np.int64)
+    found = find_bursts(Trace.from_arrays(np.cumsum(gaps), np.full(20_000, 1500)))
+    assert (len(found), found.theta_from) == (1, "no plateau")
 
 
 @relaxed

@@ -219,3 +219,10 @@ def test_laws_that_always_hold(
     assert all(a >= b - 1e-6 for a, b in pairwise(values))
     assert exact.at(3e9).bytes <= (values[1] + values[2]) / 2 + 1e-6
     assert [mirrored.at(rate).bytes for rate in rates] == pytest.approx(values, rel=1e-9, abs=1e-6)
+
+
+def test_the_beat_of_a_full_link_is_no_rhythm() -> None:
+    """Three senders at line rate come to one port in turn: that repeats, but is no iteration."""
+    starts = np.arange(300) * 1230
+    times = np.concatenate([starts, starts + 3, starts + 7])
+    assert find_rhythm(Trace.from_arrays(times, np.full(900, 1514))) is None

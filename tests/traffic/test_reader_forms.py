@@ -78,6 +78,26 @@ def test_decoding_is_the_same_in_both_forms(
     assert plain == compiled
 
 
+common = st.tuples(st.sampled_from([6, 17]), st.integers(1, 4), st.sampled_from([80, 4791, 5001])).map(
+    lambda parts: made.ethernet(made.ipv4(parts[0], last=parts[1]) + made.tcp(40000, parts[2]) + bytes(40))
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(common | common | headers, min_size=1, max_size=60), st.sampled_from(LAYERS))
+def test_common_frames_among_others_are_the_same_in_both_forms_over_many_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frames: list[bytes], layer: Layer
+) -> None:
+    if native.library() is None and not native.switched_off():
+        pytest.skip("no C compiler here, so there is no compiled helper to compare with")
+    monkeypatch.setattr(buffer_module, "WINDOW_BYTES", 1024)
+    packets = [made.Packet(10**15 + index, data, 1514) for index, data in enumerate(frames)]
+    path = tmp_path / "common.pcap"
+    path.write_bytes(made.pcap(packets, magic=0xA1B23C4D))
+    plain, compiled = both_forms([path], monkeypatch, layer=layer)
+    assert plain == compiled
+
+
 def large(count: int, generator: np.random.Generator, snaplen: int = 96) -> bytes:
     """A capture long enough for many lanes, with odd record lengths, as bytes."""
     parts = [made.pcap([])]

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -160,9 +161,11 @@ class Lab:
         dump.communicate(timeout=30)
 
 
-@pytest.fixture(scope="module")
-def lab() -> Iterator[Lab]:
-    made = Lab()
+SomeLab = TypeVar("SomeLab", bound=Lab)
+
+
+def built(made: SomeLab) -> Iterator[SomeLab]:
+    """The lab, standing, until the tests are through."""
     try:
         made.build()
     except subprocess.CalledProcessError as error:
@@ -170,6 +173,11 @@ def lab() -> Iterator[Lab]:
         pytest.skip(f"this lab can't be built here: {error.stderr.strip()}")
     yield made
     made.remove()
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    yield from built(Lab())
 
 
 @pytest.fixture(scope="module")

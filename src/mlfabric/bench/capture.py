@@ -1,7 +1,8 @@
 """How fast captures are read and measured: whole processes, ours and those of the tools people use today.
 
-Makes one capture, runs every tool that is present on it, takes medians, and compares answers as well as
-times. Nothing is extrapolated: what did not run has no figure.
+Makes one capture, runs every tool that is present on it, in rounds, takes medians, and compares answers as
+well as times. Every tool reads the whole capture; nothing is extrapolated, and what did not run has no
+figure.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -26,6 +27,7 @@ from mlfabric.errors import FabricError
 
 _OURS: Final = (sys.executable, "-c", "from mlfabric.cli import main; main()", "traffic")
 _ALL_TASK: Final = ("--quick", "--scales", "10us:10s", "--rates", "100mbit:100gbit:50", "--json")
+_BYTES_PER_PACKET: Final = 112
 _DPKT: Final = """
 import sys, dpkt
 bins, n, total, first = {}, 0, 0, None
@@ -58,7 +60,13 @@ class Tool:
     command: tuple[str, ...]
     answer: Callable[[str], dict[str, Any]]
     environment: dict[str, str] = field(default_factory=dict)
-    slow: bool = False  # run once
+    slow: bool = False  # run in one of the rounds only
+
+    def with_bytecode(self, directory: Path) -> Tool:
+        """The same with compiled Python kept there, as an installed package has it: a run must not compile
+        what the one before it did."""
+        kept = {"PYTHONPYCACHEPREFIX": str(directory), "PYTHONDONTWRITEBYTECODE": ""}
+        return replace(self, environment={**kept, **self.environment})
 
 
 @dataclass(frozen=True)
@@ -81,9 +89,8 @@ def make_capture(path: Path, packets: int, seed: int = 1) -> None:
 
     generator = np.random.default_rng(seed)
     per_round = 70_000
-    flows = [
-        Endpoints(f"10.0.{k % 2}.1", f"10.0.{1 - k % 2}.1", 40_000 + k // 2, 5001 + k % 2) for k in range(8)
-    ]
+    there = [Endpoints("10.0.0.1", "10.0.1.1", 40_000 + k, 5001) for k in range(4)]
+    flows = [*there, *(each.reversed() for each in there)]
     gaps = generator.exponential(1100, packets)
     gaps[::per_round] += 1_900_000_000
     times = 1_700_000_000_000_000_000 + np.cumsum(gaps).astype(np.int64)
@@ -193,11 +200,13 @@ def run_once(command: tuple[str, ...], environment: dict[str, str]) -> tuple[flo
 
 
 def measure(tools: list[Tool], repeat: int) -> list[Run]:
-    """Every tool so many times, in rounds: what else the machine does hits all of them alike."""
+    """Every tool so many times, in rounds: what else the machine does hits all of them alike. Slow ones run
+    once, spread over the rounds."""
     taken: list[list[tuple[float, float, float, str]]] = [[] for _ in tools]
+    slow = [tool for tool in tools if tool.slow]
     for number in range(repeat):
         for tool, runs in zip(tools, taken, strict=True):
-            if number == 0 or not tool.slow:
+            if not tool.slow or slow.index(tool) % repeat == number:
                 sys.stderr.write(f"{tool.name}: {tool.task}, run {number + 1} ...\n")
                 runs.append(run_once(tool.command, tool.environment))
     return [
@@ -240,7 +249,10 @@ def bench_capture(
     packets: Annotated[int, typer.Option(help="packets of the capture that is made")] = 3_000_000,
     file: Annotated[Path | None, typer.Option(help="measure this capture instead of making one")] = None,
     repeat: Annotated[int, typer.Option(help="runs of each quick tool; the median counts")] = 5,
-    long: Annotated[int, typer.Option(help="also measure memory on a capture of so many packets")] = 0,
+    long: Annotated[
+        int | None,
+        typer.Option(help="packets of a second capture, for memory; otherwise ten times --packets"),
+    ] = None,
     slow: Annotated[bool, typer.Option(help="also the tools that take a minute")] = True,
     peer_python: Annotated[str, typer.Option(help="interpreter that has dpkt and scapy")] = sys.executable,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
@@ -251,6 +263,7 @@ def bench_capture(
     from mlfabric.traffic import native
 
     helper = native.library() is not None
+    long = 10 * packets if long is None else long
     with tempfile.TemporaryDirectory(prefix="mlfabric-bench-") as scratch:
         path = file or Path(scratch) / "made.pcap"
         if file is None:
@@ -259,18 +272,11 @@ def bench_capture(
             raise FabricError(f"{path} does not exist")
         tools = [tool for tool in _tools(str(path), peer_python) if slow or not tool.slow]
         tools = [tool for tool in tools if helper or tool.name != "mlfabric helper"]
-        if tools:
-            run_once(tools[0].command, tools[0].environment)  # fills the page cache and the bytecode cache
+        tools = [tool.with_bytecode(Path(scratch) / "bytecode") for tool in tools]
+        for tool in tools[:4]:
+            run_once(tool.command, tool.environment)  # fills the page cache and the bytecode cache
         runs = measure(tools, repeat)
-        long_run = None
-        if long:
-            long_path = Path(scratch) / "long.pcap"
-            sys.stderr.write(f"making a capture of {long:,} packets ...\n")
-            _make_apart(long_path, long)
-            task = Tool(
-                "mlfabric", "long capture", (*_OURS, "analyze", str(long_path), *_ALL_TASK), _from_analysis
-            )
-            long_run = measure([task], 1)[0]
+        long_run = _long_run(Path(scratch), long) if long else None
         size = path.stat().st_size
     result = {
         "machine": {"processor": _processor(), "cores": os.cpu_count(), "python": platform.python_version()},
@@ -282,6 +288,19 @@ def bench_capture(
         sys.stdout.write(json.dumps(result) + "\n")
     else:
         _print(result)
+
+
+def _long_run(scratch: Path, packets: int) -> Run | None:
+    """One analysis of a capture so long that memory shows; None where the disk has no room for it."""
+    needed = packets * _BYTES_PER_PACKET
+    if shutil.disk_usage(scratch).free < 2 * needed:
+        sys.stderr.write(f"no room for a capture of {packets:,} packets ({needed / 1e9:.1f} GB): left out\n")
+        return None
+    path = scratch / "long.pcap"
+    sys.stderr.write(f"making a capture of {packets:,} packets ...\n")
+    _make_apart(path, packets)
+    task = Tool("mlfabric", "long capture", (*_OURS, "analyze", str(path), *_ALL_TASK), _from_analysis)
+    return measure([task], 1)[0]
 
 
 def _run_json(run: Run) -> dict[str, Any]:

@@ -18,13 +18,14 @@ from mlfabric.traffic.arrivals import Arrivals, fluid, instant
 from mlfabric.traffic.backlogs import Backlog, Stretch
 from mlfabric.traffic.bursts import Bursts, find_bursts
 from mlfabric.traffic.dispersion import Spread, spread
-from mlfabric.traffic.envelopes import Peak, byte_series, envelope, envelope_by_bins
+from mlfabric.traffic.envelopes import Peak, byte_series, envelope, envelopes_by_bins
 from mlfabric.traffic.flows import GroupKind
 from mlfabric.traffic.gaps import GapStatistics, gap_statistics
 from mlfabric.traffic.logscales import Logscale, logscale
 from mlfabric.traffic.rhythm import Rhythm, find_rhythm
 from mlfabric.traffic.scales import DEFAULT_SCALES, default_rates, parse_scales
 from mlfabric.traffic.trace import NS_PER_S, Trace
+from mlfabric.units import format_time
 
 _MOST_GROUPS: Final = 64
 _LOGSCALE_BINS: Final = 1 << 16
@@ -32,6 +33,8 @@ _LOGSCALE_BINS: Final = 1 << 16
 
 @dataclass(frozen=True)
 class AnalysisOptions:
+    """What to compute, and under which conventions."""
+
     scales_ns: tuple[int, ...] = field(default_factory=lambda: parse_scales(DEFAULT_SCALES))
     rates_bps: tuple[float, ...] | None = None  # None: from the mean rate to the highest seen
     model: Literal["instant", "fluid"] = "instant"
@@ -73,6 +76,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Analysis:
+    """One trace and every figure of it."""
+
     trace: Trace
     options: AnalysisOptions
     packets: int
@@ -100,7 +105,7 @@ def analyze(trace: Trace, options: AnalysisOptions | None = None) -> Analysis:
     """Every figure of a trace."""
     options = options or AnalysisOptions()
     trace.needs_packets()
-    warnings = list(trace.origin.warnings)
+    warnings = [*trace.origin.warnings, *_finer_than_clocks(trace, options)]
     arrivals = _arrivals(trace, options)
     rhythm = find_rhythm(trace)
     observation_ns, observed, observation = _observation(trace, rhythm, options)
@@ -115,6 +120,8 @@ def analyze(trace: Trace, options: AnalysisOptions | None = None) -> Analysis:
             highest = next((s.peak.bytes * 8e9 / s.tau_ns for s in scales if s.peak is not None), 0.0)
             rates = default_rates(mean_bps, max(options.line_rate_bps or 0.0, highest))
         queues = _backlog(arrivals, rates) if known is None else known.result()
+    bursts = find_bursts(trace, options.theta_ns)
+    warnings += bursts.notes
     groups, left_out = _groups(trace, options) if options.by else ((), 0)
     return Analysis(
         trace=trace,
@@ -128,7 +135,7 @@ def analyze(trace: Trace, options: AnalysisOptions | None = None) -> Analysis:
         mean_rate_bps=mean_bps,
         scales=scales,
         backlog=queues,
-        bursts=find_bursts(trace, options.theta_ns),
+        bursts=bursts,
         rhythm=rhythm,
         gaps=None if options.quick else gap_statistics(trace),
         logscale=None if options.quick else _logscale(trace, rhythm, warnings),
@@ -136,6 +143,17 @@ def analyze(trace: Trace, options: AnalysisOptions | None = None) -> Analysis:
         groups_left_out=left_out,
         warnings=tuple(warnings),
     )
+
+
+def _finer_than_clocks(trace: Trace, options: AnalysisOptions) -> list[str]:
+    error_ns = trace.origin.clock_error_ns
+    finer = [tau_ns for tau_ns in options.scales_ns if tau_ns < error_ns]
+    if not finer:
+        return []
+    return [
+        f"windows up to {format_time(finer[-1] / NS_PER_S)} are finer than the captures' clocks agree "
+        f"({format_time(error_ns / NS_PER_S)}): what they say of packets from different captures is noise"
+    ]
 
 
 def _arrivals(trace: Trace, options: AnalysisOptions) -> Arrivals:
@@ -164,7 +182,7 @@ def _scales(
     rhythm: Rhythm | None,
     pool: ThreadPoolExecutor | None = None,
 ) -> tuple[Scale, ...]:
-    def one(tau_ns: int) -> Scale:
+    def one(tau_ns: int, binned: int | None) -> Scale:
         peak = envelope(arrivals, tau_ns)
         mean = mean_bps / 8e9 * tau_ns
         scattered = None
@@ -176,16 +194,17 @@ def _scales(
             tau_ns,
             peak,
             peak.bytes / mean if peak is not None and mean > 0 else None,
-            envelope_by_bins(trace, tau_ns),
+            binned,
             scattered,
             options.line_rate_bps / mean_bps if options.line_rate_bps and mean_bps else None,
             rhythm.period_s * NS_PER_S / tau_ns if rhythm is not None else None,
         )
 
+    by_bins = envelopes_by_bins(trace, options.scales_ns)
     if pool is None or native.library() is None:
         # NumPy's sweeps need memory for each thread and gain little from a second one.
-        return tuple(one(tau_ns) for tau_ns in options.scales_ns)
-    return tuple(pool.map(one, options.scales_ns))
+        return tuple(map(one, options.scales_ns, by_bins))
+    return tuple(pool.map(one, options.scales_ns, by_bins))
 
 
 def _logscale(trace: Trace, rhythm: Rhythm | None, warnings: list[str]) -> Logscale | None:
@@ -205,7 +224,7 @@ def _groups(trace: Trace, options: AnalysisOptions) -> tuple[tuple[Group, ...], 
     kind = options.by
     assert kind is not None
     found: list[tuple[str, Trace]] = []
-    if kind == "host" and trace.flows is not None and trace.flows.names is None:
+    if kind == "host" and trace.flows is not None and trace.flows.tells_hosts:
         for direction in ("out", "in"):
             found += [(f"{name} {direction}", part) for name, part in trace.by("host", direction)]
         found.sort(key=lambda pair: -pair[1].total_bytes)

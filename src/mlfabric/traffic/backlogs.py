@@ -17,8 +17,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from mlfabric.traffic import native
 from mlfabric.traffic.arrivals import Arrivals, instant
-from mlfabric.traffic.trace import PIECE, Trace
+from mlfabric.traffic.trace import Trace
 
 _BLOCK: Final = 64
 _SUBBLOCK: Final = 8
@@ -104,6 +105,10 @@ class _Blocks:
         np.add.at(depth, np.searchsorted(self.first, begin[last], side="right") - 1, 1)
         np.add.at(depth, np.searchsorted(self.first, end[last], side="right"), -1)
 
+    def bounds(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """When the first and the last packet of each came, and the bytes before and after it."""
+        return self.first_start, self.last_start, self.before, self.after
+
     def only(self, chosen: NDArray[np.integer[Any]]) -> _Blocks:
         return _Blocks(*(getattr(self, each.name)[chosen] for each in fields(self)))
 
@@ -121,7 +126,28 @@ class Backlog:
 
     def at(self, rate_bps: float) -> Stretch:
         """B_max at one rate, with the stretch that makes it."""
-        return self._within(self._blocks, rate_bps, None)[0]
+        library = self._library()
+        if library is None:
+            return self._within(self._blocks, rate_bps, None)[0]
+        return self._compiled(library, [rate_bps])[0]
+
+    def _library(self) -> Any:
+        """The compiled form; it takes whole nanoseconds, which fluid arrivals do not have."""
+        return native.library() if self._arrivals.line_rate_bps is None else None
+
+    def _compiled(self, library: Any, rates_bps: Sequence[float]) -> list[Stretch]:
+        found = native.busiest_stretches(
+            library,
+            self._arrivals.start,
+            self._arrivals.running.columns(),
+            np.array(rates_bps, np.float64) / _BITS_PER_BYTE_NS,
+            self._blocks.first,
+            self._blocks.bounds(),
+            _TOGETHER,
+            self._coarse.bounds(),
+        )
+        rows = zip(rates_bps, found.tolist(), strict=True)
+        return [self._stretch(rate, opening, closing) for rate, (opening, closing) in rows]
 
     def at_many(self, rates_bps: Sequence[float]) -> list[Stretch]:
         """B_max at several rates. What is busy at one rate bounds what can matter at all higher ones: a
@@ -129,6 +155,9 @@ class Backlog:
         rate."""
         if not rates_bps:
             return []
+        library = self._library()
+        if library is not None:
+            return self._compiled(library, rates_bps)
         found: dict[float, Stretch] = {max(rates_bps): self.at(max(rates_bps))}
         floor = found[max(rates_bps)].bytes
         blocks = self._blocks
@@ -167,11 +196,16 @@ class Backlog:
                 blocks.mark(busy, since, _indices(part, ends))
             if low[-1] < lowest:
                 lowest, lowest_at = float(low[-1]), _index(part, int(np.searchsorted(-low, -low[-1])))
+        stretch = self._stretch(rate_bps, opening, closing)
+        return stretch, blocks.only(np.flatnonzero(np.cumsum(busy[:-1]) > 0)) if narrowing else None
+
+    def _stretch(self, rate_bps: float, opening: int, closing: int) -> Stretch:
+        """What the packets from one to another leave queued."""
         arrived = self._arrivals.running.one(closing + 1) - self._arrivals.running.one(opening)
         started = self._arrivals.start[opening].item()
         duration = self._arrivals.end[closing].item() - started
-        stretch = Stretch(rate_bps, arrived - rate * duration, arrived, duration, started)
-        return stretch, blocks.only(np.flatnonzero(np.cumsum(busy[:-1]) > 0)) if narrowing else None
+        queued = arrived - rate_bps / _BITS_PER_BYTE_NS * duration
+        return Stretch(rate_bps, queued, arrived, duration, started)
 
     def _columns(self, part: _Part) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Bytes before and after each packet of a part, and where it starts and ends."""
@@ -246,8 +280,8 @@ def _block_starts(position: NDArray[Any]) -> NDArray[np.int64]:
     pause = (position[-1] - position[0]) * (_BLOCK / count)
     regular = np.arange(0, count, _BLOCK)
     after_pause = [
-        np.flatnonzero(np.diff(position[start : start + PIECE + 1]) > pause) + start + 1
-        for start in range(0, count - 1, PIECE)
+        np.flatnonzero(np.diff(position[start : start + _PIECE + 1]) > pause) + start + 1
+        for start in range(0, count - 1, _PIECE)
     ]
     return np.unique(np.concatenate([regular, *after_pause]))
 

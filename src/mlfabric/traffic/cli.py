@@ -4,88 +4,58 @@ is used."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Final
 
-import typer
-
-from mlfabric.cli_plain import PlainCommand, PlainGroup
 from mlfabric.errors import FabricError
-from mlfabric.traffic import cli_jobs
-from mlfabric.traffic.cli_options import (
-    Direction,
-    Files,
-    Hosts,
-    InterfaceOption,
-    Json,
-    LayerOption,
-    LineRate,
-    Model,
-    Mtu,
-    Nets,
-    Ports,
-    Protocol,
-    Vantage,
-    choice,
-    print_json,
-    read_trace,
-)
+from mlfabric.option_records import Command, CommandGroup, argument, option
+from mlfabric.traffic.cli_options import Counted, CountedRun, choice, print_json
 from mlfabric.traffic.scales import DEFAULT_SCALES, one_rate, one_time_ns, parse_rates, parse_scales
 
-app = typer.Typer(
-    cls=PlainGroup,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Burstiness of any capture at every time scale, exactly, and what many such jobs do to a link.",
-)
+if TYPE_CHECKING:
+    from mlfabric.traffic.analysis import Analysis
+
+_SCALES: Final = "10us:10s (steps 1-2-5) or 1ms,5ms,..."
+_THETA: Final = "pause that ends a burst; otherwise found"
+_MOST_BINS: Final = 100_000_000
 
 
-@app.command(cls=PlainCommand)
-def analyze(
-    files: Files,
-    scales: Annotated[str, typer.Option(help="10us:10s (steps 1-2-5) or 1ms,5ms,...")] = DEFAULT_SCALES,
-    rates: Annotated[str | None, typer.Option(help="1gbit,2.5e9,... or 100mbit:100gbit:50")] = None,
-    by: Annotated[str | None, typer.Option(help="also per flow, host, pair or port")] = None,
-    theta: Annotated[str | None, typer.Option(help="pause that ends a burst; otherwise found")] = None,
-    quick: Annotated[bool, typer.Option(help="no percentiles, dispersion, gaps or logscale")] = False,
-    span: Annotated[bool, typer.Option(help="mean over the capture's span, even where it repeats")] = False,
-    as_json: Json = False,
-    html: Annotated[Path | None, typer.Option(help="write a self-contained report")] = None,
-    png: Annotated[Path | None, typer.Option(help="write charts into this directory")] = None,
-    link: Annotated[str | None, typer.Option(help="link rate for the report's extrapolation chart")] = None,
-    layer: LayerOption = "l2",
-    model: Model = "instant",
-    line_rate: LineRate = None,
-    host: Hosts = None,
-    net: Nets = None,
-    port: Ports = None,
-    protocol: Protocol = None,
-    direction: Direction = "both",
-    interface: InterfaceOption = None,
-    mtu: Mtu = 1500,
-    vantage: Vantage = "not stated",
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class AnalyzeWords(CountedRun):
+    """What `analyze` is asked."""
+
+    scales: str = option(DEFAULT_SCALES, _SCALES)
+    rates: str | None = option(None, "1gbit,2.5e9,... or 100mbit:100gbit:50")
+    by: str | None = option(None, "also per flow, host, pair or port")
+    theta: str | None = option(None, _THETA)
+    quick: bool = option(False, "no percentiles, dispersion, gaps or logscale")
+    span: bool = option(False, "mean over the capture's span, even where it repeats")
+    model: str = option("instant", "instant: a frame at its stamp; fluid: spread over the wire")
+    line_rate: str | None = option(None, "rate of the link, like 10gbit")
+    html: Path | None = option(None, "write a self-contained report", kind=Path)
+    png: Path | None = option(None, "write charts into this directory", kind=Path)
+    link: str | None = option(None, "link rate for the report's extrapolation chart")
+
+
+def analyze(words: AnalyzeWords) -> None:
     """Burstiness at every time scale, queues at every rate, bursts, rhythm."""
     from mlfabric.traffic.analysis import AnalysisOptions
     from mlfabric.traffic.analysis import analyze as analyze_trace
 
     options = AnalysisOptions(
-        scales_ns=parse_scales(scales),
-        rates_bps=parse_rates(rates) if rates else None,
-        model=choice(model, ("instant", "fluid"), "--model"),
-        line_rate_bps=one_rate(line_rate) if line_rate else None,
-        theta_ns=one_time_ns(theta) if theta else None,
-        by=choice(by, ("flow", "host", "pair", "port"), "--by") if by else None,
-        quick=quick,
-        whole_iterations=not span,
+        scales_ns=parse_scales(words.scales),
+        rates_bps=parse_rates(words.rates) if words.rates else None,
+        model=choice(words.model, ("instant", "fluid"), "--model"),
+        line_rate_bps=one_rate(words.line_rate) if words.line_rate else None,
+        theta_ns=one_time_ns(words.theta) if words.theta else None,
+        by=choice(words.by, ("flow", "host", "pair", "port"), "--by") if words.by else None,
+        quick=words.quick,
+        whole_iterations=not words.span,
     )
-    trace = read_trace(
-        files, layer=layer, hosts=host, nets=net, ports=port, protocol=protocol, direction=direction,
-        interface=interface, mtu=mtu, vantage=vantage, flows=bool(by or html or png), quiet=as_json,
-    )  # fmt: skip
-    result = analyze_trace(trace, options)
-    if as_json:
+    result = analyze_trace(words.merged(flows=bool(words.by or words.html or words.png)), options)
+    if words.as_json:
         from mlfabric.traffic.jsonform import analysis_json
 
         print_json(analysis_json(result))
@@ -93,93 +63,73 @@ def analyze(
         from mlfabric.traffic.tables import print_analysis
 
         print_analysis(result)
-    _pictures(result, html, png, link)
+    _pictures(result, words)
 
 
-def _pictures(result: Any, html: Path | None, png: Path | None, link: str | None) -> None:
-    if html is not None:
+def _pictures(result: Analysis, words: AnalyzeWords) -> None:
+    if words.html is not None:
         from mlfabric.traffic.report.html import write_html
 
-        write_html(result, html, one_rate(link) if link else None)
-        sys.stderr.write(f"report written to {html}\n")
-    if png is not None:
+        write_html(result, words.html, one_rate(words.link) if words.link else None)
+        sys.stderr.write(f"report written to {words.html}\n")
+    if words.png is not None:
         from mlfabric.traffic.report.png import write_pngs
 
-        for path in write_pngs(result, png):
+        for path in write_pngs(result, words.png):
             sys.stderr.write(f"chart written to {path}\n")
 
 
-@app.command(cls=PlainCommand)
-def bursts(
-    files: Files,
-    theta: Annotated[str | None, typer.Option(help="pause that ends a burst; otherwise found")] = None,
-    rows: Annotated[int, typer.Option("--list", help="how many bursts to show")] = 40,
-    as_json: Json = False,
-    layer: LayerOption = "l2",
-    host: Hosts = None,
-    net: Nets = None,
-    port: Ports = None,
-    protocol: Protocol = None,
-    direction: Direction = "both",
-    interface: InterfaceOption = None,
-    mtu: Mtu = 1500,
-    vantage: Vantage = "not stated",
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class BurstsWords(CountedRun):
+    """What `bursts` is asked."""
+
+    theta: str | None = option(None, _THETA)
+    rows: int = option(40, "how many bursts to show", name="list")
+
+
+def bursts(words: BurstsWords) -> None:
     """Every burst: start, duration, bytes, rate, pause before it."""
     from mlfabric.traffic.bursts import find_bursts
 
-    trace = read_trace(
-        files, layer=layer, hosts=host, nets=net, ports=port, protocol=protocol, direction=direction,
-        interface=interface, mtu=mtu, vantage=vantage, flows=False, decode=False, quiet=as_json,
-    )  # fmt: skip
-    trace.needs_packets()
-    found = find_bursts(trace, one_time_ns(theta) if theta else None)
-    if as_json:
+    if words.rows < 0:
+        raise FabricError("--list takes how many bursts to show, none or more")
+    trace = words.merged(flows=False, decode=False).needs_packets()
+    found = find_bursts(trace, one_time_ns(words.theta) if words.theta else None)
+    if words.as_json:
         from mlfabric.traffic.conventions import conventions
         from mlfabric.traffic.jsonform import bursts_json
 
         shown = bursts_json(found, None)
         shown["conventions"] = conventions(trace, "instant", "span", None)
-        shown["warnings"] = list(trace.origin.warnings)
+        shown["warnings"] = [*trace.origin.warnings, *found.notes]
         print_json(shown)
         return
     from mlfabric.traffic.tables import print_bursts
 
-    print_bursts(trace, found, rows)
+    print_bursts(trace, found, words.rows)
 
 
-@app.command(cls=PlainCommand)
-def series(
-    files: Files,
-    bin_width: Annotated[str, typer.Option("--bin", help="width of the aligned bins")] = "5ms",
-    as_json: Json = False,
-    layer: LayerOption = "l2",
-    host: Hosts = None,
-    net: Nets = None,
-    port: Ports = None,
-    protocol: Protocol = None,
-    direction: Direction = "both",
-    interface: InterfaceOption = None,
-    mtu: Mtu = 1500,
-    vantage: Vantage = "not stated",
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class SeriesWords(CountedRun):
+    """What `series` is asked."""
+
+    width: str = option("5ms", "width of the aligned bins", name="bin")
+
+
+def series(words: SeriesWords) -> None:
     """Bytes in aligned bins from the first packet, as CSV or JSON: what other tools call an I/O graph."""
     from mlfabric.traffic.envelopes import byte_series
 
-    trace = read_trace(
-        files, layer=layer, hosts=host, nets=net, ports=port, protocol=protocol, direction=direction,
-        interface=interface, mtu=mtu, vantage=vantage, flows=False, decode=False, quiet=as_json,
-    )  # fmt: skip
-    trace.needs_packets()
-    bin_ns = one_time_ns(bin_width)
+    trace = words.merged(flows=False, decode=False).needs_packets()
+    bin_ns = one_time_ns(words.width)
     if bin_ns <= 0:
         raise FabricError("--bin must be longer than zero")
-    if trace.span_ns // bin_ns > 100_000_000:
+    if trace.span_ns // bin_ns > _MOST_BINS:
         raise FabricError(
-            f"{bin_width} bins over {trace.span_ns / 1e9:.0f} s are more than 100 million; widen them"
+            f"{words.width} bins over {trace.span_ns / 1e9:.0f} s are more than 100 million; widen them"
         )
     values = byte_series(trace, bin_ns).tolist()
-    if as_json:
+    if words.as_json:
         from mlfabric.traffic.conventions import conventions
 
         print_json(
@@ -202,39 +152,29 @@ def series(
         sys.stderr.write(f"note: {sentence}\n")
 
 
-@app.command(cls=PlainCommand)
-def compare(
-    before: Annotated[str, typer.Argument(help="capture before the change")],
-    after: Annotated[str, typer.Argument(help="capture after it")],
-    scales: Annotated[str, typer.Option(help="10us:10s (steps 1-2-5) or 1ms,5ms,...")] = DEFAULT_SCALES,
-    rates: Annotated[
-        str | None, typer.Option(help="1gbit,2.5e9,... ; otherwise from the first capture")
-    ] = None,
-    as_json: Json = False,
-    layer: LayerOption = "l2",
-    host: Hosts = None,
-    net: Nets = None,
-    port: Ports = None,
-    protocol: Protocol = None,
-    direction: Direction = "both",
-    mtu: Mtu = 1500,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class CompareWords(Counted):
+    """What `compare` is asked."""
+
+    before: str = argument("capture before the change")
+    after: str = argument("capture after it")
+    scales: str = option(DEFAULT_SCALES, _SCALES)
+    rates: str | None = option(None, "1gbit,2.5e9,... ; otherwise from the first capture")
+
+
+def compare(words: CompareWords) -> None:
     """Two captures side by side: before and after pacing, for example."""
     from mlfabric.traffic.analysis import AnalysisOptions
     from mlfabric.traffic.comparison import compare as compare_traces
 
     options = AnalysisOptions(
-        scales_ns=parse_scales(scales), rates_bps=parse_rates(rates) if rates else None, quick=True
+        scales_ns=parse_scales(words.scales),
+        rates_bps=parse_rates(words.rates) if words.rates else None,
+        quick=True,
     )
-    traces = [
-        read_trace(
-            [name], layer=layer, hosts=host, nets=net, ports=port, protocol=protocol, direction=direction,
-            mtu=mtu, flows=False, decode=False, quiet=as_json,
-        )
-        for name in (before, after)
-    ]  # fmt: skip
-    result = compare_traces(traces[0], traces[1], options)
-    if as_json:
+    before, after = (words.trace([name], flows=False, decode=False) for name in (words.before, words.after))
+    result = compare_traces(before, after, options)
+    if words.as_json:
         from mlfabric.traffic.comparison import comparison_json
 
         print_json(comparison_json(result))
@@ -244,4 +184,20 @@ def compare(
     print_comparison(result)
 
 
-cli_jobs.register(app)
+def _job_commands() -> Sequence[Command]:
+    from mlfabric.traffic.cli_jobs import JOB_COMMANDS
+
+    return JOB_COMMANDS
+
+
+group = CommandGroup(
+    "mlfabric traffic",
+    "Burstiness of any capture at every time scale, exactly, and what many such jobs do to a link.",
+    [
+        Command(AnalyzeWords, analyze),
+        Command(BurstsWords, bursts),
+        Command(SeriesWords, series),
+        Command(CompareWords, compare),
+    ],
+    _job_commands,
+)

@@ -1,51 +1,108 @@
-"""What the traffic commands share: their options in words, and how those become a trace."""
+"""What the traffic commands share: which packets of which files count and how, and how that becomes a
+trace."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any, Final
 
 from mlfabric.errors import FabricError
+from mlfabric.option_records import argument, option
 
 if TYPE_CHECKING:
+    from mlfabric.traffic.capture.reader import ReadOptions
     from mlfabric.traffic.trace import Trace
 
 # Files that take longer than a blink to read get a progress bar on a terminal.
-_LARGE_BYTES = 1 << 28
+_LARGE_BYTES: Final = 1 << 28
+_DIRECTIONS: Final = ("both", "in", "out")
+FILES: Final = "pcap or pcapng (also .gz .zst .xz), .csv, .parquet or an event log; - is standard input"
 
-Files = Annotated[
-    list[str], typer.Argument(help="pcap, pcapng (also .gz .zst .xz), .csv or .parquet; - is stdin")
-]
-Json = Annotated[bool, typer.Option("--json", help="print JSON (documented in docs/traffic.md)")]
-LayerOption = Annotated[str, typer.Option("--layer", help="which bytes count: l2, ip, payload or wire")]
-Hosts = Annotated[list[str] | None, typer.Option("--host", help="keep flows of this address (repeatable)")]
-Nets = Annotated[list[str] | None, typer.Option("--net", help="keep flows of this network, like 10.0.0.0/24")]
-Ports = Annotated[list[int] | None, typer.Option("--port", help="keep flows with this port at either end")]
-Protocol = Annotated[str | None, typer.Option("--protocol", help="keep tcp, udp, ... or a protocol number")]
-Direction = Annotated[
-    str, typer.Option("--direction", help="in, out or both: relative to --host/--net, else by cooked headers")
-]
-InterfaceOption = Annotated[
-    int | None, typer.Option("--interface", help="pcapng interface number or cooked-v2 interface index")
-]
-Mtu = Annotated[int, typer.Option("--mtu", help="longer packets are reported as offload or jumbo frames")]
-Vantage = Annotated[
-    str, typer.Option("--vantage", help="where this was captured, for the record: 'h1 eth0, sender'")
-]
-Model = Annotated[
-    str, typer.Option("--model", help="instant: a frame at its stamp; fluid: spread over the wire")
-]
-LineRate = Annotated[str | None, typer.Option("--line-rate", help="rate of the link, like 10gbit")]
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """Which packets count, and which of their bytes."""
+
+    as_json: bool = option(False, "print JSON (documented in docs/traffic.md)", name="json")
+    layer: str = option("l2", "which bytes count: l2, ip, payload or wire")
+    host: tuple[str, ...] = option(None, "keep flows of this address (repeatable)", several=True)
+    net: tuple[str, ...] = option(None, "keep flows of this network, like 10.0.0.0/24", several=True)
+    port: tuple[int, ...] = option(None, "keep flows with this port at either end", kind=int, several=True)
+    protocol: str | None = option(None, "keep tcp, udp, ... or a protocol number")
+    direction: str = option("both", "in, out or both: relative to --host/--net, else by cooked headers")
+    interface: int | None = option(None, "pcapng interface number or cooked-v2 interface index", kind=int)
+    mtu: int = option(1500, "longer packets are reported as offload or jumbo frames")
+    vantage: str = option("not stated", "where this was captured, for the record: 'h1 eth0, sender'")
+
+    def trace(
+        self,
+        files: Sequence[str],
+        *,
+        flows: bool = True,
+        decode: bool = True,
+        layer: str | None = None,
+        vantage: str | None = None,
+        align: bool = False,
+    ) -> Trace:
+        """What these files hold, merged by time. `flows` and `decode` say what the command needs; a
+        selection may need more."""
+        from dataclasses import replace
+
+        from mlfabric.traffic.reading import read
+
+        options = self._read_options(flows, decode, layer or self.layer, vantage or self.vantage)
+        with progress_bar(files, self.as_json) as progress:
+            return read(list(files), replace(options, progress=progress, align=align))
+
+    def _read_options(self, flows: bool, decode: bool, layer: str, vantage: str) -> ReadOptions:
+        from mlfabric.traffic.capture.headers import LAYERS, Wanted
+        from mlfabric.traffic.capture.reader import ReadOptions
+        from mlfabric.traffic.flows import Selection
+
+        direction = choice(self.direction, _DIRECTIONS, "--direction")
+        by_address = bool(self.host or self.net)
+        selection = Selection(
+            self.host, self.net, self.port, self.protocol, direction if by_address else "both"
+        )
+        wanted = Wanted(self.interface, "both" if by_address else direction)
+        selected = bool(by_address or self.port or self.protocol)
+        cooked = wanted.direction != "both" or self.interface is not None
+        return ReadOptions(
+            layer=choice(layer, LAYERS, "--layer"),
+            flows=flows or selected,
+            decode=decode or selected or layer != "l2" or cooked,
+            interface=self.interface,
+            packet_direction=wanted,
+            mtu=self.mtu,
+            vantage=vantage,
+            selection=selection,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedFiles(Counted):
+    """The same, of files that are named."""
+
+    files: tuple[str, ...] = argument(FILES, several=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedRun(CountedFiles):
+    """The same, of files that belong to one run."""
+
+    align: bool = option(False, "captures of several hosts: bring clocks together, count packets once")
+
+    def merged(self, *, flows: bool = True, decode: bool = True, vantage: str | None = None) -> Trace:
+        return self.trace(self.files, flows=flows, decode=decode, vantage=vantage, align=self.align)
 
 
 @contextmanager
-def progress_bar(files: list[str], quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+def progress_bar(files: Sequence[str], quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
     """A bar on the terminal for large files; nothing otherwise."""
     total = sum(Path(name).stat().st_size for name in files if name != "-" and Path(name).is_file())
     if quiet or total < _LARGE_BYTES or not sys.stderr.isatty():
@@ -70,55 +127,6 @@ def choice(value: str, known: tuple[str, ...], option: str) -> Any:
     if value not in known:
         raise FabricError(f"{option} {value!r} is not one of {', '.join(known)}")
     return value
-
-
-def read_trace(
-    files: list[str],
-    *,
-    layer: str = "l2",
-    hosts: list[str] | None = None,
-    nets: list[str] | None = None,
-    ports: list[int] | None = None,
-    protocol: str | None = None,
-    direction: str = "both",
-    interface: int | None = None,
-    mtu: int = 1500,
-    vantage: str = "not stated",
-    flows: bool = True,
-    decode: bool = True,
-    quiet: bool = False,
-) -> Trace:
-    from mlfabric.traffic.capture.headers import LAYERS, Wanted
-    from mlfabric.traffic.capture.reader import ReadOptions
-    from mlfabric.traffic.flows import Selection
-    from mlfabric.traffic.reading import read
-
-    choice(direction, ("both", "in", "out"), "--direction")
-    selected = bool(hosts or nets or ports or protocol)
-    by_address = bool(hosts or nets)
-    selection = Selection(
-        tuple(hosts or ()), tuple(nets or ()), tuple(ports or ()), protocol,
-        choice(direction if by_address else "both", ("both", "in", "out"), "--direction"),
-    )  # fmt: skip
-    wanted = Wanted(
-        interface, choice("both" if by_address else direction, ("both", "in", "out"), "--direction")
-    )
-    cooked = wanted.direction != "both" or interface is not None
-    with progress_bar(files, quiet) as progress:
-        return read(
-            list(files),
-            ReadOptions(
-                layer=choice(layer, LAYERS, "--layer"),
-                flows=flows or selected,
-                decode=decode or selected or layer != "l2" or cooked,
-                interface=interface,
-                packet_direction=wanted,
-                mtu=mtu,
-                vantage=vantage,
-                selection=selection,
-                progress=progress,
-            ),
-        )
 
 
 def print_json(value: Any) -> None:

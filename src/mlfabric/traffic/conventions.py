@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlfabric.traffic.trace import Trace
+from mlfabric.traffic.trace import NS_PER_S, Trace
 
 
 def conventions(trace: Trace, model: str, observation: str, line_rate_bps: float | None) -> dict[str, Any]:
@@ -21,4 +21,5 @@ def conventions(trace: Trace, model: str, observation: str, line_rate_bps: float
         "files": list(trace.origin.files),
         "format": trace.origin.format,
         "links": list(trace.origin.links),
+        "clock_error_s": trace.origin.clock_error_ns / NS_PER_S,
     }

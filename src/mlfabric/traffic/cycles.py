@@ -106,14 +106,28 @@ def overlaid(
     Circles of different length run side by side for as long as the longest needs.
     """
     length = max(cycle.length_ns for cycle in cycles)
+    if all(cycle.length_ns == length for cycle in cycles):
+        # One turn is sorted, and the others are it again.
+        turned = [cycle.shifted(shift) for cycle, shift in zip(cycles, shifts_ns, strict=True)]
+        once, sizes_once = _merged([each[0] for each in turned], [each[1] for each in turned])
+        walked = (np.arange(turns)[:, None] * length + once).ravel()
+        return walked, np.tile(sizes_once, turns), (turns - 1) * length
     times, sizes = [], []
     for cycle, shift in zip(cycles, shifts_ns, strict=True):
         time_ns, size = cycle.shifted(shift)
-        count = turns if cycle.length_ns == length else -(-turns * length // cycle.length_ns)
+        count = -(-turns * length // cycle.length_ns)
         walked = (np.arange(count)[:, None] * cycle.length_ns + time_ns).ravel()
         inside = walked < turns * length
         times.append(walked[inside])
         sizes.append(np.tile(size, count)[inside])
+    return *_merged(times, sizes), (turns - 1) * length
+
+
+def _merged(
+    times: Sequence[NDArray[np.int64]], sizes: Sequence[NDArray[np.int64]]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    if len(times) == 1:
+        return times[0], sizes[0]
     together = np.concatenate(times)
     order = np.argsort(together, kind="stable")  # sorted runs: a merge
-    return together[order], np.concatenate(sizes)[order], (turns - 1) * length
+    return together[order], np.concatenate(sizes)[order]

@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlfabric.traffic import native
-from mlfabric.traffic.trace import PIECE, Trace
+from mlfabric.traffic.trace import Trace
 
 _BITS: Final = native.HISTOGRAM_BITS
+_PIECE: Final = 1 << 16  # packets whose columns stay in the processor's cache
 DEFAULT_QUANTILES: Final = (0.5, 0.9, 0.99)
 
 
@@ -86,7 +87,7 @@ class _NumpySweep(_Sweep):
     ) -> tuple[NDArray[np.int64], NDArray[np.float64] | None]:
         table = np.zeros((len(prefixes), 1 << _BITS), np.int64)
         moments = np.zeros(4) if with_moments else None
-        for lasting, held, packets in window_contents(self._trace, self._tau_ns):
+        for lasting, held, packets in window_contents(self._trace, self._tau_ns, with_moments):
             top = held >> shift
             for row, prefix in enumerate(prefixes):
                 mine = (top >> _BITS) == prefix
@@ -101,32 +102,44 @@ class _NumpySweep(_Sweep):
 
 
 def window_contents(
-    trace: Trace, tau_ns: int
+    trace: Trace, tau_ns: int, with_packets: bool = True
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
-    """(how long, bytes, packets) of every stretch of window starts over which the content is constant."""
+    """(how long, bytes, packets) of every stretch of window starts over which the content is constant; some
+    last no time at all. Packets are all zero where they are not asked for."""
     times = trace.time_ns
     first, finish = int(times[0]), int(times[-1]) - tau_ns
     count = int(np.searchsorted(times, finish, side="right"))
     position = first
-    for start in range(0, max(count, 1), PIECE):
-        until = finish if start + PIECE >= count else int(times[start + PIECE])
+    for start in range(0, max(count, 1), _PIECE):
+        until = finish if start + _PIECE >= count else int(times[start + _PIECE])
         low_from, low_to = np.searchsorted(times, [position, until], side="right")
         high_from, high_to = np.searchsorted(times, [position + tau_ns, until + tau_ns], side="right")
         leaving, entering = times[low_from:low_to], times[high_from:high_to] - tau_ns
         changes = np.concatenate([leaving, entering])
         order = np.argsort(changes, kind="stable")  # two sorted runs: one merge
-        sizes = trace.size[low_from:low_to].astype(np.int64), trace.size[high_from:high_to].astype(np.int64)
-        step = np.concatenate([-sizes[0], sizes[1]])[order]
-        one = np.concatenate([np.full(len(leaving), -1), np.ones(len(entering), np.int64)])[order]
+        step = np.concatenate(
+            [-trace.size[low_from:low_to].astype(np.int64), trace.size[high_from:high_to]], dtype=np.int64
+        )
         held_before = trace.running.one(int(high_from)) - trace.running.one(int(low_from))
-        held = np.cumsum(np.concatenate([[held_before], step]))
-        packets = np.cumsum(np.concatenate([[int(high_from - low_from)], one]))
-        lasting = np.diff(np.concatenate([[position], changes[order], [until]]))
-        real = lasting > 0
-        yield lasting[real], held[real], packets[real]
+        held = _summed_up(held_before, step.take(order))
+        lasting = np.diff(changes.take(order), prepend=position, append=until)
+        if with_packets:
+            packets = _summed_up(int(high_from - low_from), np.where(order < len(leaving), -1, 1))
+        else:
+            packets = np.zeros(1, np.int64)
+        yield lasting, held, packets
         position = until
         if position >= finish:
             return
+
+
+def _summed_up(before: int, steps: NDArray[np.int64]) -> NDArray[np.int64]:
+    """What there is before, and after each step."""
+    result = np.empty(len(steps) + 1, np.int64)
+    result[0] = before
+    np.cumsum(steps, out=result[1:])
+    result[1:] += before
+    return result
 
 
 def _summarised(sweep: _Sweep, length: int, most_bytes: int, quantiles: Sequence[float]) -> Spread:

@@ -8,7 +8,7 @@ report, offered under its own name: it under-reads by up to two.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -51,7 +51,10 @@ def envelope(arrivals: Arrivals | Trace, tau_ns: int) -> Peak | None:
         return None
     library = native.library()
     if library is not None and arrivals.line_rate_bps is None:
-        most, first = native.window_maximum(library, arrivals.start, arrivals.running.columns(), tau_ns)
+        running = arrivals.running
+        most, first = native.window_maximum(
+            library, arrivals.start, running.columns(), running.largest, tau_ns
+        )
         return Peak(most, int(arrivals.start[first]))
     forward = _Family(
         len(arrivals),
@@ -125,26 +128,51 @@ def _open(
 
 def envelope_by_bins(trace: Trace, tau_ns: int) -> int | None:
     """Most bytes in any of the aligned bins [k tau, (k+1) tau) counted from the first packet."""
-    if not len(trace) or tau_ns > trace.span_ns:
-        return None
-    origin = int(trace.time_ns[0])
+    return envelopes_by_bins(trace, [tau_ns])[0]
+
+
+def envelopes_by_bins(trace: Trace, taus_ns: Sequence[int]) -> list[int | None]:
+    """The same for several lengths: bins of one that divides another are added up, not counted again."""
+    fitting = sorted({tau_ns for tau_ns in taus_ns if len(trace) and tau_ns <= trace.span_ns})
     library = native.library()
-    if library is not None and trace.size.dtype == np.uint32 and trace.span_ns // tau_ns >= len(trace) // 64:
-        columns = np.ascontiguousarray(trace.time_ns), np.ascontiguousarray(trace.size)
-        return native.binned_maximum(library, *columns, tau_ns)
-    if trace.span_ns // tau_ns < len(trace) // 8:
-        edges = np.arange(origin, int(trace.time_ns[-1]) + tau_ns + 1, tau_ns)
-        return int(np.diff(trace.running(np.searchsorted(trace.time_ns, edges))).max())
-    best, carried_bin, carried = 0, -1, 0
-    for start in range(0, len(trace), 1 << 20):
-        bins = (trace.time_ns[start : start + (1 << 20)] - origin) // tau_ns
-        change = np.flatnonzero(np.diff(bins, prepend=bins[0] - 1))
-        sums = np.add.reduceat(trace.size[start : start + (1 << 20)], change, dtype=np.int64)
-        if bins[0] == carried_bin:
-            sums[0] += carried
-        best = max(best, int(sums.max()), carried)
-        carried_bin, carried = int(bins[-1]), int(sums[-1])
-    return best
+    most: dict[int, int] = {}
+    while fitting:
+        family = [tau_ns for tau_ns in fitting if tau_ns % fitting[0] == 0]
+        if library is not None and trace.size.dtype == np.uint32:
+            columns = np.ascontiguousarray(trace.time_ns), np.ascontiguousarray(trace.size)
+            found = native.binned_maxima(library, *columns, family)
+        else:
+            found = _binned_maxima(trace, family)
+        most.update(zip(family, found, strict=True))
+        fitting = [tau_ns for tau_ns in fitting if tau_ns not in most]
+    return [most.get(tau_ns) for tau_ns in taus_ns]
+
+
+def _binned_maxima(trace: Trace, taus_ns: Sequence[int]) -> list[int]:
+    """A piece of the trace at a time; the last bin of each length goes on in the next piece."""
+    origin = int(trace.time_ns[0])
+    most = [0] * len(taus_ns)
+    last = [(-1, 0)] * len(taus_ns)  # number and bytes of the bin that is still open
+    for times, sizes in zip(pieces(trace.time_ns), pieces(trace.size), strict=True):
+        filled = {taus_ns[0]: _filled_bins((times - origin) // taus_ns[0], sizes)}
+        for place, tau_ns in enumerate(taus_ns):
+            finer = max(known for known in filled if tau_ns % known == 0)
+            numbers, sums = filled[finer]
+            if tau_ns != finer:
+                numbers, sums = filled[tau_ns] = _filled_bins(numbers // (tau_ns // finer), sums)
+            number, held = last[place]
+            begun = int(sums[0]) + (held if number == numbers[0] else 0)
+            most[place] = max(most[place], held, begun, int(sums[1:].max(initial=0)))
+            last[place] = int(numbers[-1]), int(sums[-1]) if len(sums) > 1 else begun
+    return most
+
+
+def _filled_bins(
+    numbers: NDArray[np.int64], sizes: NDArray[Any]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Neighbours of one bin added up: the bins that hold something, and what they hold."""
+    begins = np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 1))
+    return numbers[begins], np.add.reduceat(sizes, begins, dtype=np.int64)
 
 
 def byte_series(trace: Trace, bin_ns: int, origin_ns: int | None = None) -> NDArray[np.int64]:

@@ -272,18 +272,18 @@ def _from_above(
 def _envelopes(
     cycles: Sequence[Cycle], laws: Sequence[LawResult], scales_ns: Sequence[int]
 ) -> tuple[tuple[int, float, float], ...]:
-    def envelope_of(shifts: Sequence[int], tau: int) -> float:
+    scales = [tau for tau in scales_ns if tau < cycles[0].length_ns]
+
+    def envelopes_of(shifts: Sequence[int]) -> list[float]:
         times, sizes, _ = overlaid(cycles, shifts)
-        peak = envelope(Trace.from_arrays(times, sizes), tau)
-        return peak.bytes if peak else math.nan
+        trace = Trace.from_arrays(times, sizes)
+        peaks = [envelope(trace, tau) for tau in scales]
+        return [peak.bytes if peak else math.nan for peak in peaks]
 
     aligned = next(each for each in laws if each.law == "aligned").draws[0].shifts_ns
     random = [draw.shifts_ns for draw in next(each for each in laws if each.law == "random").draws[:9]]
-    return tuple(
-        (tau, envelope_of(aligned, tau), float(np.median([envelope_of(shifts, tau) for shifts in random])))
-        for tau in scales_ns
-        if tau < cycles[0].length_ns
-    )
+    middle = np.median([envelopes_of(shifts) for shifts in random], axis=0)
+    return tuple(zip(scales, envelopes_of(aligned), (float(each) for each in middle), strict=True))
 
 
 def _least(cycles: Sequence[Cycle], result: LawResult, buffer_bytes: float) -> float | None:

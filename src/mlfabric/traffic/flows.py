@@ -24,7 +24,9 @@ NOT_IP: Final = 255
 PROTOCOL_NAMES: Final = {1: "icmp", 6: "tcp", 17: "udp", 47: "gre", 50: "esp", 58: "icmp6", 132: "sctp"}
 ROCE_PORT: Final = 4791
 _MAPPED_IPV4: Final = 0xFFFF << 32
-_MULTIPLIERS: Final = tuple(
+_BETWEEN: Final = " > "  # sender and receiver of a flow that came by name
+# Odd numbers without a pattern in their bits: keys are mixed with them.
+MULTIPLIERS: Final = tuple(
     np.uint64(value)
     for value in (
         0x9E3779B97F4A7C15,
@@ -67,8 +69,8 @@ class FlowIndex:
 
     def number(self, columns: tuple[Words, Words, Words, Words, Words]) -> NDArray[np.int32]:
         """The flow number of each packet, given the five words of its key."""
-        hashes = columns[0] * _MULTIPLIERS[0]
-        for column, multiplier in zip(columns[1:], _MULTIPLIERS[1:], strict=True):
+        hashes = columns[0] * MULTIPLIERS[0]
+        for column, multiplier in zip(columns[1:], MULTIPLIERS[1:], strict=True):
             hashes ^= hashes >> np.uint64(29)
             hashes += column
             hashes *= multiplier
@@ -195,11 +197,17 @@ class FlowTable:
         zeros = np.zeros(len(names), np.int64)
         return cls(keys, zeros, zeros.copy(), zeros.copy(), zeros.copy(), tuple(names))
 
+    @property
+    def tells_hosts(self) -> bool:
+        """Whether every flow has a sender and a receiver: by addresses, or by names like `a > b`."""
+        return self.names is None or all(_BETWEEN in name for name in self.names)
+
     def flow(self, number: int) -> Flow:
         source_hi, source_lo, target_hi, target_lo, ports = (int(word) for word in self.keys[number])
         protocol = ports >> 56
         if self.names is not None:
-            return Flow(self.names[number], "", "not-ip", 0, 0, None)
+            source, _, target = self.names[number].partition(_BETWEEN)
+            return Flow(source, target, "not-ip", 0, 0, None)
         if protocol == NOT_IP:
             ethertype = ports >> 40 & 0xFFFF
             return Flow("", "", f"not-ip {ethertype:#06x}" if ethertype else "not-ip", 0, 0, None)
@@ -227,12 +235,12 @@ class FlowTable:
         member = np.full(len(self), -1, np.int32)
         for number in range(len(self)):
             flow = self.flow(number)
-            if kind == "flow" or self.names is not None:
+            if kind == "flow" or (self.names is not None and not self.tells_hosts):
                 name = self.label(number)
-            elif flow.protocol.startswith("not-ip"):
+            elif self.names is None and flow.protocol.startswith("not-ip"):
                 name = flow.protocol
             elif kind == "pair":
-                name = f"{flow.source} > {flow.destination}"
+                name = f"{flow.source}{_BETWEEN}{flow.destination}"
             elif kind == "host":
                 name = flow.destination if direction == "in" else flow.source
             else:

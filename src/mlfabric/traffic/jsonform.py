@@ -108,7 +108,7 @@ def bursts_json(bursts: Bursts, rows: int | None = 0) -> dict[str, Any]:
     """Totals of the bursts, and the first `rows` of them (None: all)."""
     result: dict[str, Any] = {
         "theta_s": bursts.theta_ns / NS_PER_S,
-        "theta_from": "given" if bursts.theta_given else "widest plateau",
+        "theta_from": bursts.theta_from,
         "count": len(bursts),
         "on_share": bursts.on_share,
         "bytes": _summary(bursts.bytes, 1),

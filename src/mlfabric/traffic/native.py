@@ -1,8 +1,8 @@
-"""The optional compiled helper: one C file, built on demand into the user's cache, loaded through ctypes.
+"""The optional compiled helper: two C files, built on demand into the user's cache, loaded through ctypes.
 
 Everything it does has a NumPy form that gives equal results; without a compiler, or with
-MLFABRIC_NO_NATIVE=1, those are used. Building is quiet, done once per version of the source, and safe when
-processes race: each compiles to a name of its own and renames it into place.
+MLFABRIC_NO_NATIVE=1, those are used. Building is quiet, done once per version of the source (a failure is
+remembered too), and safe when processes race: each compiles to a name of its own and renames it into place.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ctypes
 import os
 import sys
 import zlib
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from mlfabric.traffic.flows import FlowIndex
 
 _FLAGS: Final = ("-O3", "-std=gnu99", "-ffp-contract=off", "-fPIC", "-shared", "-w")
+_SOURCES: Final = ("native_types.h", "native_reading.c", "native_metrics.c")
 HISTOGRAM_BITS: Final = 14
 _SWAPPED_ORDER: Final = ">" if sys.byteorder == "little" else "<"
 
@@ -46,39 +48,50 @@ def cache_directory() -> Path:
 @cache
 def _load() -> ctypes.CDLL | None:
     try:
-        source = Path(__file__).with_name("native.c").read_bytes()
-        made_of = source + repr((_FLAGS, os.uname().machine)).encode()
+        sources = {name: Path(__file__).with_name(name).read_bytes() for name in _SOURCES}
+        made_of = b"".join(sources.values()) + repr((_FLAGS, os.uname().machine)).encode()
         tag = f"{zlib.crc32(made_of):08x}{zlib.adler32(made_of):08x}"
         built = cache_directory() / f"native-{tag}.so"
         if not _ours(built):
-            _build(source, built)
+            _build(sources, built)
         return _declared(ctypes.CDLL(str(built)))
     except (OSError, RuntimeError, AttributeError):
         return None
 
 
 def _ours(built: Path) -> bool:
-    """Loading code is trusting it: only a file that belongs to this user (or root) counts."""
-    try:
-        return built.stat().st_uid in (os.getuid(), 0)
-    except FileNotFoundError:
-        return False
+    """Loading code is trusting it: only a file that no one but this user (or root) can have written counts,
+    in a directory of the same kind."""
+    for path in (built, built.parent):
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            return False
+        if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
+            raise RuntimeError(f"{path} may have been written by someone else")
+    return True
 
 
-def _build(source: bytes, built: Path) -> None:
+def _build(sources: dict[str, bytes], built: Path) -> None:
     import subprocess
     import tempfile
 
     built.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    failed = built.with_suffix(".failed")
+    if failed.exists():
+        raise RuntimeError("the helper did not compile here before")
     with tempfile.TemporaryDirectory(dir=built.parent) as scratch:
-        code = Path(scratch) / "native.c"
-        code.write_bytes(source)
+        for name, source in sources.items():
+            (Path(scratch) / name).write_bytes(source)
         product = Path(scratch) / "native.so"
-        command = [os.environ.get("CC", "cc"), *_FLAGS, "-o", str(product), str(code)]
+        code = [str(Path(scratch) / name) for name in sources if name.endswith(".c")]
+        command = [os.environ.get("CC", "cc"), *_FLAGS, "-o", str(product), *code]
         try:
             subprocess.run(command, check=True, timeout=60, stdin=subprocess.DEVNULL, capture_output=True)
         except subprocess.SubprocessError as error:
+            failed.touch()
             raise RuntimeError("the helper does not compile here") from error
+        product.chmod(0o600)
         os.replace(product, built)
 
 
@@ -107,9 +120,15 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.window_sweep.restype = None
     loaded.window_sweep.argtypes = [pointer, pointer, whole, whole, pointer, small, pointer, small, pointer]
     loaded.window_maximum.restype = whole
-    loaded.window_maximum.argtypes = [pointer, whole, whole, *[pointer] * 5]
-    loaded.binned_maximum.restype = whole
-    loaded.binned_maximum.argtypes = [pointer, pointer, whole, whole]
+    loaded.window_maximum.argtypes = [pointer, whole, whole, *[pointer] * 3, whole, *[pointer] * 2]
+    loaded.binned_maxima.restype = None
+    loaded.binned_maxima.argtypes = [pointer, pointer, whole, whole, *[pointer] * 3]
+    loaded.gap_classes.restype = None
+    loaded.gap_classes.argtypes = [pointer, whole, small, pointer]
+    loaded.busiest_stretches.restype = None
+    loaded.busiest_stretches.argtypes = [
+        pointer, whole, *[pointer] * 4, whole, whole, pointer, pointer, whole, whole, *[pointer] * 3,
+    ]  # fmt: skip
     loaded.sort_nearby.restype = small
     loaded.sort_nearby.argtypes = [pointer, pointer, pointer, small, whole]
     number = ctypes.c_double
@@ -209,23 +228,68 @@ def window_sweep(
 
 
 def window_maximum(
-    loaded: ctypes.CDLL, time_ns: NDArray[np.int64], sums: tuple[NDArray[Any] | None, ...], tau_ns: int
+    loaded: ctypes.CDLL,
+    time_ns: NDArray[np.int64],
+    sums: tuple[NDArray[Any] | None, ...],
+    largest: int,
+    tau_ns: int,
 ) -> tuple[int, int]:
     """Most bytes in any closed window that starts with a packet, and the first such packet. `sums`: running
-    bytes in full, or the sizes and their sums at every 64th packet."""
+    bytes in full, or the sizes and their sums at every 64th packet; no packet exceeds `largest`."""
     where = np.zeros(1, np.int64)
     reach = np.empty(len(time_ns) // 64 + 1, np.int64)
-    addresses = [None if column is None else column.ctypes.data for column in sums]
     best = loaded.window_maximum(
-        time_ns.ctypes.data, len(time_ns), tau_ns, *addresses, reach.ctypes.data, where.ctypes.data
-    )
+        time_ns.ctypes.data, len(time_ns), tau_ns, *_addresses(sums), largest, reach.ctypes.data,
+        where.ctypes.data,
+    )  # fmt: skip
     return int(best), int(where[0])
 
 
-def binned_maximum(
-    loaded: ctypes.CDLL, time_ns: NDArray[np.int64], size: NDArray[np.uint32], tau_ns: int
-) -> int:
-    return int(loaded.binned_maximum(time_ns.ctypes.data, size.ctypes.data, len(time_ns), tau_ns))
+def _addresses(columns: Sequence[NDArray[Any] | None]) -> list[int | None]:
+    return [None if column is None else column.ctypes.data for column in columns]
+
+
+def binned_maxima(
+    loaded: ctypes.CDLL, time_ns: NDArray[np.int64], size: NDArray[np.uint32], taus_ns: Sequence[int]
+) -> list[int]:
+    """The fullest aligned bin of each length; all lengths are multiples of the first."""
+    taus, most = np.array(taus_ns, np.int64), np.empty(len(taus_ns), np.int64)
+    room = np.empty((len(taus_ns), 4), np.int64)
+    loaded.binned_maxima(
+        time_ns.ctypes.data, size.ctypes.data, len(time_ns), len(taus), taus.ctypes.data, room.ctypes.data,
+        most.ctypes.data,
+    )  # fmt: skip
+    return [int(each) for each in most]
+
+
+def gap_classes(
+    loaded: ctypes.CDLL, time_ns: NDArray[np.int64], shift: int, counts: NDArray[np.int64]
+) -> None:
+    """Counts the gaps of each class: their float form without its lowest bits."""
+    loaded.gap_classes(time_ns.ctypes.data, len(time_ns), shift, counts.ctypes.data)
+
+
+def busiest_stretches(
+    loaded: ctypes.CDLL,
+    time_ns: NDArray[np.int64],
+    sums: tuple[NDArray[Any] | None, ...],
+    rates: NDArray[np.float64],
+    first: NDArray[np.int64],
+    fine: Sequence[NDArray[np.int64]],
+    together: int,
+    coarse: Sequence[NDArray[np.int64]],
+) -> NDArray[np.int64]:
+    """First and last packet of the busiest stretch at each rate (bytes per nanosecond). `fine` and `coarse`:
+    first and last time, bytes before and after, of every block."""
+    blocks, outer = len(first), len(coarse[0])
+    marks = np.empty(outer + blocks, np.uint8)
+    found = np.zeros((len(rates), 2), np.int64)
+    loaded.busiest_stretches(
+        time_ns.ctypes.data, len(time_ns), *_addresses(sums), rates.ctypes.data, len(rates), blocks,
+        first.ctypes.data, (ctypes.c_void_p * 4)(*_addresses(fine)), outer, together,
+        (ctypes.c_void_p * 4)(*_addresses(coarse)), marks.ctypes.data, found.ctypes.data,
+    )  # fmt: skip
+    return found
 
 
 def drop_tail(

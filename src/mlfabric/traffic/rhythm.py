@@ -2,8 +2,8 @@
 
 A period is the smallest lag at which the byte series resembles itself nearly as well as at its best lag.
 Rounds are then followed one by one: each begins with the first packet after the quietest phase, so jitter
-and drift do not add up. Refuses to see a period where fewer than three rounds fit or the resemblance is
-weak.
+and drift do not add up. Refuses to see a period where fewer than three rounds fit, where a round holds but
+a few packets, or where the resemblance is weak.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ _LEAST_RESEMBLANCE: Final = 0.3
 _NEARLY: Final = 0.85
 _LEAST_ROUNDS: Final = 3
 _LEAST_PACKETS: Final = 16
+# Senders on a full link take turns packet by packet; that is the link's beat, not the training's.
+_LEAST_PER_ROUND: Final = 8
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ def find_rhythm(trace: Trace) -> Rhythm | None:
     if lengths.std() > 0.25 * lengths.mean():
         return None
     edges = np.searchsorted(trace.time_ns, begins)
+    if edges[-1] - edges[0] < _LEAST_PER_ROUND * len(lengths):
+        return None
     sizes = np.diff(trace.running(edges))
     return Rhythm(
         float(lengths.mean()) / NS_PER_S,

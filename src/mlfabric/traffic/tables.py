@@ -17,10 +17,17 @@ from mlfabric.units import format_rate, format_size, format_time
 _TOP: int = 10
 
 
+class _Output(Console):
+    """Standard output whose reader may go away (`| head`): the command line ends quietly then."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def console() -> Console:
     """Standard output; into a file or pipe tables get the room they need, as no one will wrap them there."""
-    result = Console(highlight=False)
-    return result if result.is_terminal else Console(highlight=False, width=160)
+    result = _Output(highlight=False)
+    return result if result.is_terminal else _Output(highlight=False, width=160)
 
 
 def table(title: str, columns: Sequence[str], left: int = 1) -> Table:
@@ -87,10 +94,9 @@ def print_analysis(result: Analysis) -> None:
     out.print(_scale_table(result))
     out.print(_backlog_table(result))
     bursts = result.bursts
-    source = "given" if bursts.theta_given else "widest plateau"
     out.print(
         f"[bold]bursts[/bold]: {len(bursts):,} after pauses above "
-        f"{format_time(bursts.theta_ns / NS_PER_S)} ({source}); "
+        f"{format_time(bursts.theta_ns / NS_PER_S)} ({bursts.theta_from}); "
         f"ON {bursts.on_share:.1%}; median {format_size(float(np.median(bursts.bytes)))} in "
         f"{format_time(float(np.median(bursts.duration_ns)) / NS_PER_S)}, largest "
         f"{format_size(float(bursts.bytes.max()))}"
@@ -211,13 +217,13 @@ def _print_groups(out: Console, result: Analysis) -> None:
 
 def print_bursts(trace: Trace, bursts: Bursts, most: int) -> None:
     out = console()
-    source = "given" if bursts.theta_given else "from the widest plateau of the burst count"
     out.print(
         f"[bold]{', '.join(trace.origin.files)}[/bold]: {len(bursts):,} bursts after pauses above "
-        f"{format_time(bursts.theta_ns / NS_PER_S)} ({source}); {format_size(trace.total_bytes)} in all"
+        f"{format_time(bursts.theta_ns / NS_PER_S)} ({bursts.theta_from}); "
+        f"{format_size(trace.total_bytes)} in all"
     )
     print_conventions(out, trace, "instant", "span", None)
-    print_warnings(out, trace.origin.warnings)
+    print_warnings(out, (*trace.origin.warnings, *bursts.notes))
     shown = table("", ["#", "start", "duration", "bytes", "packets", "mean rate", "pause before"], left=0)
     for index in range(min(most, len(bursts))):
         rate = bursts.rate_bps[index]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -43,6 +42,7 @@ class Origin:
     warnings: tuple[str, ...] = ()
     damaged: bool = False
     facts: dict[str, int] = field(default_factory=dict)
+    clock_error_ns: float = 0.0  # how well the clocks of several captures were brought together
 
 
 class RunningBytes:
@@ -67,6 +67,11 @@ class RunningBytes:
             first = start // _BLOCK + 1
             self._exact[first : first + len(part)] = part.sum(axis=1, dtype=np.int64)
         np.cumsum(self._exact, out=self._exact)
+
+    @cached_property
+    def largest(self) -> int:
+        """The largest packet's bytes."""
+        return int(self._size.max()) if len(self._size) else 0
 
     def __call__(self, count: NDArray[np.integer[Any]]) -> Times:
         if self._full is not None:
@@ -151,6 +156,22 @@ class Trace:
         if not len(sizes) or (sizes.max() < 2**26 and sizes.min() >= 0):
             sizes = sizes.astype(np.uint32)
         return cls(times - first, sizes, rest.pop("origin_ns", 0) + first, **rest)
+
+    @classmethod
+    def of_named_flows(
+        cls, time_ns: NDArray[np.int64], size: NDArray[np.int64], names: NDArray[np.str_], origin: Origin
+    ) -> Trace:
+        """A trace whose flows are known by a name alone."""
+        distinct, number = np.unique(names, return_inverse=True)
+        table = FlowTable.named([str(name) for name in distinct])
+        trace = cls.from_arrays(time_ns, size, flow=number.astype(np.uint32), flows=table, origin=origin)
+        assert trace.flow is not None
+        # Sorted by time, so that the first and last packet of a flow are its first and last here.
+        table.packets[:] = np.bincount(trace.flow, minlength=len(distinct))
+        np.add.at(table.bytes, trace.flow, trace.size)
+        table.first_ns[trace.flow[::-1]] = trace.time_ns[::-1]
+        table.last_ns[trace.flow] = trace.time_ns
+        return trace
 
     def __len__(self) -> int:
         return len(self.time_ns)
@@ -245,34 +266,37 @@ def pieces(column: NDArray[Any], length: int = PIECE) -> Iterator[NDArray[Any]]:
 
 
 def sort_in_pieces(time_ns: Times, columns: Sequence[NDArray[Any]]) -> None:
-    """Sorts by time in place, stably. Disorder in captures is local, so pieces between points that no packet
-    crosses are sorted alone and nothing as long as the trace is allocated."""
-    bounds = _uncrossed_bounds(time_ns)
-    for start, stop in pairwise(bounds):
-        part = time_ns[start:stop]
-        if (part[1:] < part[:-1]).any():
-            order = np.argsort(part, kind="stable")
-            for column in (time_ns, *columns):
-                column[start:stop] = column[start:stop][order]
+    """Sorts by time in place, stably. Disorder in captures is local: only packets that others must pass are
+    touched, and where all are, no more at a time than lie between points that none crosses."""
+    for moving in _moving(time_ns):
+        order = np.argsort(time_ns[moving], kind="stable")
+        for column in (time_ns, *columns):
+            column[moving] = column[moving][order]
 
 
-def _uncrossed_bounds(time_ns: Times) -> list[int]:
-    """Positions about a piece apart, before which nothing is later than anything after them."""
-    count = len(time_ns)
-    starts = list(range(0, count, PIECE))
+def _moving(time_ns: Times) -> Iterator[NDArray[np.intp]]:
+    """Positions of the packets that are not in their place, in groups that can be sorted alone: at a place
+    that nothing crosses, all before is at most, and all after at least, what stands there."""
+    starts = list(range(0, len(time_ns), PIECE))
     least_after = np.full(len(starts) + 1, np.iinfo(np.int64).max)
     for number in reversed(range(len(starts))):
         part = time_ns[starts[number] : starts[number] + PIECE]
         least_after[number] = min(least_after[number + 1], int(part.min()))
-    bounds = [0]
     greatest = np.iinfo(np.int64).min
+    waiting: list[NDArray[np.intp]] = []
     for number, start in enumerate(starts):
         part = time_ns[start : start + PIECE]
-        highest = np.maximum(np.maximum.accumulate(part), greatest)
-        lowest = np.minimum(np.minimum.accumulate(part[::-1])[::-1], least_after[number + 1])
-        free = np.flatnonzero(np.concatenate([[greatest], highest[:-1]]) <= lowest)
-        if number and len(free):
-            bounds.append(start + int(free[0]))
-        greatest = int(highest[-1]) if len(highest) else greatest
-    bounds.append(count)
-    return bounds
+        highest = np.maximum.accumulate(part)
+        lowest = np.minimum.accumulate(part[::-1])[::-1]
+        crossed = (highest != lowest) | (highest < greatest) | (lowest > least_after[number + 1])
+        if waiting and not crossed[0]:
+            yield np.concatenate(waiting)
+            waiting = []
+        if crossed.any():
+            waiting.append(np.flatnonzero(crossed) + start)
+        greatest = max(greatest, int(highest[-1]))
+        if waiting and not crossed[-1]:
+            yield np.concatenate(waiting)
+            waiting = []
+    if waiting:
+        yield np.concatenate(waiting)

@@ -60,7 +60,7 @@ def orchestration(
 ) -> list[PortVerdict]:
     """A verdict per receiving host, most bytes first."""
     trace.needs_packets("judge")
-    if trace.flows is None or trace.flow is None or trace.flows.names is not None:
+    if trace.flows is None or trace.flow is None or not trace.flows.tells_hosts:
         raise FabricError("orchestration needs packets with addresses; this input has none")
     rate = port_rate_bps or _fastest_source(trace)
     generator = np.random.default_rng(seed)

@@ -43,3 +43,9 @@ def view_at_every_byte(data: NDArray[np.uint8], dtype: str) -> NDArray[np.unsign
     """The buffer as an array with one (unaligned, overlapping) number per byte; costs nothing."""
     kind = np.dtype(dtype)
     return np.ndarray(len(data) - kind.itemsize + 1, kind, data.data, 0, (1,))
+
+
+def rows_at(data: NDArray[np.uint8], offsets: NDArray[np.int64], width: int) -> NDArray[np.uint8]:
+    """`width` bytes from every offset, one row each: one gather where a column at a time would take many."""
+    chunks = np.ndarray(len(data) - width + 1, f"V{width}", data.data, 0, (1,))
+    return chunks[offsets].view(np.uint8).reshape(-1, width)

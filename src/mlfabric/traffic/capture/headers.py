@@ -68,7 +68,7 @@ class Decoded:
     interfaces: set[int]  # SLL2 interface indices seen
 
 
-class _Bytes:
+class PacketBytes:
     """Gathers numbers at computed positions of a batch's data, big-endian as networks write them."""
 
     def __init__(self, data: NDArray[np.uint8]) -> None:
@@ -102,10 +102,10 @@ def decode(frames: Frames, layer: Layer, wanted: Wanted, statistics: NDArray[np.
 def _decode_one_link(
     frames: Frames, link: int, layer: Layer, wanted: Wanted, statistics: NDArray[np.int64]
 ) -> Decoded:
-    at = _Bytes(frames.data)
+    at = PacketBytes(frames.data)
     start = frames.offset
     captured = frames.captured.astype(np.int64)
-    network, ethertype = _network_start(at, start, captured, link, statistics)
+    network, ethertype = network_start(at, start, captured, link, statistics)
     kept, interfaces = _cooked_choice(at, start, captured, link, wanted)
     total = len(frames)
     source_hi, source_lo, target_hi, target_lo = (np.zeros(total, np.uint64) for _ in range(4))
@@ -157,7 +157,7 @@ def _decode_one_link(
         size = frames.length
     elif layer == "wire":
         ethernet = length if link == ETHERNET or link not in LINK_NAMES else length - _base_header(link) + 14
-        size = (np.maximum(ethernet, _WIRE_LEAST) + _WIRE_EXTRA).astype(np.uint32)
+        size = layer_of_wire(ethernet)
     elif layer == "ip":
         size = np.maximum(ip_length, 0).astype(np.uint32)
     else:
@@ -165,6 +165,11 @@ def _decode_one_link(
         payload = np.where(is_ip, ip_length - (transport - network) - header, 0)
         size = np.maximum(payload, 0).astype(np.uint32)
     return Decoded((source_hi, source_lo, target_hi, target_lo, ports), size, kept, interfaces)
+
+
+def layer_of_wire(ethernet: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """What Ethernet frames of these lengths take on the wire."""
+    return (np.maximum(ethernet, _WIRE_LEAST) + _WIRE_EXTRA).astype(np.uint32)
 
 
 def _some(mask: NDArray[np.bool_]) -> NDArray[np.intp] | slice | None:
@@ -179,8 +184,8 @@ def _base_header(link: int) -> int:
     return {ETHERNET: 14, SLL: 16, SLL2: 20, NULL: 4, LOOP: 4}.get(link, 0)
 
 
-def _network_start(
-    at: _Bytes,
+def network_start(
+    at: PacketBytes,
     start: NDArray[np.int64],
     captured: NDArray[np.int64],
     link: int,
@@ -221,7 +226,7 @@ def _any_tag(ethertype: NDArray[np.int64]) -> bool:
 
 
 def _cooked_choice(
-    at: _Bytes, start: NDArray[np.int64], captured: NDArray[np.int64], link: int, wanted: Wanted
+    at: PacketBytes, start: NDArray[np.int64], captured: NDArray[np.int64], link: int, wanted: Wanted
 ) -> tuple[NDArray[np.bool_] | None, set[int]]:
     if link not in (SLL, SLL2):
         return None, set()
@@ -244,7 +249,7 @@ def _cooked_choice(
 
 
 def _skip_extensions(
-    at: _Bytes, here: NDArray[np.int64], following: NDArray[np.uint8], present: NDArray[np.int64]
+    at: PacketBytes, here: NDArray[np.int64], following: NDArray[np.uint8], present: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
     """Length of the IPv6 header with its extensions, the protocol after them, and who is a later fragment."""
     skipped = np.full(len(here), 40, np.int64)
@@ -267,7 +272,7 @@ def _skip_extensions(
 
 
 def _ports(
-    at: _Bytes,
+    at: PacketBytes,
     start: NDArray[np.int64],
     captured: NDArray[np.int64],
     transport: NDArray[np.int64],
@@ -301,7 +306,7 @@ def _ports(
 
 
 def _transport_header(
-    at: _Bytes,
+    at: PacketBytes,
     start: NDArray[np.int64],
     captured: NDArray[np.int64],
     transport: NDArray[np.int64],

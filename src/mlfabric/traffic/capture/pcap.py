@@ -21,7 +21,7 @@ from mlfabric.traffic import native
 from mlfabric.traffic.capture.buffer import SlidingBuffer
 from mlfabric.traffic.capture.frames import Frames, view_at_every_byte
 from mlfabric.traffic.capture.notes import Notes
-from mlfabric.traffic.capture.walk import Chain, walk
+from mlfabric.traffic.capture.walk import Chain, Walk, walk
 
 FILE_HEADER_BYTES: Final = 24
 # libpcap's MAXIMUM_SNAPLEN: no record is longer unless the file's own snaplen says so.
@@ -46,7 +46,7 @@ class PcapHeader:
 
     @property
     def chain(self) -> Chain:
-        return Chain(self.order, 8, self.record_bytes, 0, self.most_captured, 1)
+        return Chain(self.order, 8, self.record_bytes, 0, self.most_captured, 1, 16)
 
 
 def parse_header(head: bytes) -> PcapHeader | None:
@@ -112,7 +112,7 @@ class PcapFile:
             frames, stop, broken = Frames(data, *columns[:4], header.link), columns[4], columns[5]
         else:
             found = walk(data, buffer.start, buffer.end, header.chain, self._plausible)
-            frames, stop, broken = self._gather(found.offsets), found.stop, found.broken
+            frames, stop, broken = self._gather(found), found.stop, found.broken
         # A file header in a record's place reads as a record of length zero.
         empty = np.flatnonzero((frames.captured == 0) & (frames.length == 0))
         for index in empty:
@@ -121,18 +121,15 @@ class PcapFile:
                 return frames.take(np.arange(index)), at, True
         return frames, stop, broken
 
-    def _gather(self, offsets: NDArray[np.int64]) -> Frames:
+    def _gather(self, found: Walk) -> Frames:
         header, data = self.header, self._buffer.data
-        number_at = view_at_every_byte(data, header.order + "u4")
-        time_ns = number_at[offsets].astype(np.int64)
-        time_ns *= 1_000_000_000
-        fraction = number_at[offsets + 4].astype(np.int64)
-        if header.fraction_ns != 1:
-            fraction *= header.fraction_ns
-        time_ns += fraction
-        captured = number_at[offsets + 8].astype(np.uint32)
-        length = number_at[offsets + 12].astype(np.uint32)
-        return Frames(data, offsets + header.record_bytes, time_ns, captured, length, header.link)
+        seconds, fraction, captured, length = found.numbers(data, header.chain).T
+        time_ns = seconds * np.int64(1_000_000_000)
+        time_ns += fraction * np.int64(header.fraction_ns)
+        offset = found.offsets + header.record_bytes
+        return Frames(
+            data, offset, time_ns, captured.astype(np.uint32), length.astype(np.uint32), header.link
+        )
 
     def _plausible(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which byte positions may start a record. Used to guess; what is kept never depends on it."""

@@ -58,7 +58,7 @@ class PcapngFile:
     def __iter__(self) -> Iterator[Frames]:
         buffer = self._buffer
         while True:
-            chain = Chain(self._order, 4, 0, 12, _MOST_BLOCK_BYTES, 4)
+            chain = Chain(self._order, 4, 0, 12, _MOST_BLOCK_BYTES, 4, 8)
             found = walk(buffer.data, buffer.start, buffer.end, chain, self._plausible)
             offsets, stop, problem = self._until_problem(found.offsets, found.stop, found.broken)
             frames = self._packets(offsets)

@@ -7,10 +7,11 @@ near 12 bytes per packet (14 to 16 where flows are kept): files are streamed, co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +25,14 @@ from mlfabric.traffic.capture.headers import LAYERS, LINK_NAMES, Layer, Wanted
 from mlfabric.traffic.capture.notes import Notes
 from mlfabric.traffic.capture.pcap import PcapFile, looks_like_pcap
 from mlfabric.traffic.capture.pcapng import SECTION_HEADER, PcapngFile
+from mlfabric.traffic.capture.plain import PlainFlows, plain_frames
+from mlfabric.traffic.capture.plain import sizes as plain_sizes
 from mlfabric.traffic.capture.source import ByteSource
 from mlfabric.traffic.flows import FlowIndex, Selection
 from mlfabric.traffic.trace import Origin, Trace, sort_in_pieces
+
+if TYPE_CHECKING:
+    from mlfabric.traffic.capture.sightings import Alignment
 
 DEFAULT_MTU: Final = 1500
 # Room for a first guess at how many packets a file holds; untouched memory costs nothing.
@@ -45,6 +51,7 @@ class ReadOptions:
     mtu: int = DEFAULT_MTU
     vantage: str = "not stated"
     selection: Selection = field(default_factory=Selection)
+    align: bool = False  # bring the files' clocks together by packets seen in several, and count those once
     progress: Callable[[int, int], None] | None = None
 
 
@@ -78,6 +85,11 @@ class _Columns:
             self.flow[self.count : after] = flow
         self.count = after
 
+    def extent(self, begin: int) -> tuple[int, int] | None:
+        """The least and the greatest time from a row on."""
+        part = self.time_ns[begin : self.count]
+        return (int(part.min()), int(part.max())) if len(part) else None
+
     def finish(self) -> None:
         self.time_ns.resize(self.count, refcheck=False)
         self.size.resize(self.count, refcheck=False)
@@ -92,10 +104,14 @@ class _Reading:
         self.options = options
         self.notes = Notes()
         self.index = FlowIndex()
+        self.plain = PlainFlows(self.index)
         self.columns = _Columns(guess, options.flows and options.decode)
         self.statistics = np.zeros(len(headers.STATISTICS), np.int64)
         self.seen = np.array([np.iinfo(np.int64).max, -1], np.int64)
         self.links: set[int] = set()
+        self.watches_extents = False
+        self.extents: list[tuple[int, int] | None] = []  # first and last time of each file
+        self.clock_error_ns = 0.0
         self.formats: set[str] = set()
         self.backward = 0
         self.worst_backward_ns = 0
@@ -103,15 +119,23 @@ class _Reading:
         self.zero_size = 0
         self._last_ns: int | None = None
 
-    def file(self, path: str | Path) -> None:
+    def file(self, path: str | Path, alignment: Alignment | None = None) -> None:
         options = self.options
         with ByteSource(path, self.notes, options.progress) as source:
-            buffer = SlidingBuffer(source)
-            records = _recognised(buffer, self.notes, source.name, options.interface, self.formats)
+            records = _recognised(
+                SlidingBuffer(source), self.notes, source.name, options.interface, self.formats
+            )
             self._last_ns = None
+            begin, passed = self.columns.count, 0
             for frames in records:
+                number = len(frames)
+                if alignment is not None:
+                    frames = alignment.applied(frames, passed)
+                passed += number
                 self.batch(frames)
-            self.links |= records.links if isinstance(records, PcapFile | PcapngFile) else set()
+            self.links |= records.links
+        if self.watches_extents:
+            self.extents.append(self.columns.extent(begin))
 
     def batch(self, frames: Frames) -> None:
         length = frames.length
@@ -157,7 +181,29 @@ class _Reading:
                 self.statistics,
                 self.seen,
             )
-        decoded = headers.decode(frames, options.layer, wanted, self.statistics)
+        found = plain_frames(frames, options.layer)
+        if found is None:
+            return self._decoded_in_general(frames)
+        if found.mask is None:
+            flow = self.plain.number(found)
+            size = plain_sizes(frames, found, options.layer)
+            self.index.add_totals(flow, size, frames.time_ns)
+            return flow, size
+        numbers, strange = self.plain.known(found)
+        if len(strange):
+            # New flows are numbered in order of appearance, which only one decoder for all can keep.
+            flow, size = self._decoded_in_general(frames)
+            self.plain.learn(found.first, found.second, flow[found.mask])
+            return flow, size
+        flow, size = np.empty(len(frames), np.int32), np.empty(len(frames), np.uint32)
+        flow[found.mask], size[found.mask] = numbers, plain_sizes(frames, found, options.layer)
+        self.index.add_totals(numbers, size[found.mask], frames.time_ns[found.mask])
+        flow[~found.mask], size[~found.mask] = self._decoded_in_general(frames.take(~found.mask))
+        return flow, size
+
+    def _decoded_in_general(self, frames: Frames) -> tuple[NDArray[np.int32], NDArray[np.uint32]]:
+        options = self.options
+        decoded = headers.decode(frames, options.layer, options.packet_direction, self.statistics)
         if decoded.interfaces:
             self.seen[0] = min(int(self.seen[0]), *decoded.interfaces)
             self.seen[1] = max(int(self.seen[1]), *decoded.interfaces)
@@ -205,6 +251,7 @@ class _Reading:
             warnings=tuple(self.notes.sentences),
             damaged=self.notes.damaged,
             facts=self._facts(),
+            clock_error_ns=self.clock_error_ns,
         )
         flows = self.index.table(first) if options.decode else None
         trace = Trace(columns.time_ns, columns.size, first, columns.flow, flows, origin)
@@ -271,7 +318,7 @@ class _Reading:
 
 def _recognised(
     buffer: SlidingBuffer, notes: Notes, name: str, interface: int | None, formats: set[str]
-) -> PcapFile | PcapngFile | Iterable[Frames]:
+) -> PcapFile | PcapngFile:
     head = bytes(buffer.data[: min(buffer.end, 12)])
     if not head:
         raise FabricError(f"{name} is empty (0 bytes); it is no capture")
@@ -299,6 +346,40 @@ def _guess_packets(paths: Sequence[str | Path]) -> int:
 def read_packets(paths: Sequence[str | Path], options: ReadOptions) -> Trace:
     """One trace of all packets of these capture files."""
     reading = _Reading(options, _guess_packets(paths))
-    for path in paths:
-        reading.file(path)
+    if not options.align or len(paths) < 2:
+        reading.watches_extents = len(paths) > 1
+        for path in paths:
+            reading.file(path)
+        if _overlap(reading.extents):
+            reading.notes.say(
+                "these captures overlap in time and were merged by their own clocks; if they come from "
+                "different hosts, --align brings the clocks together and counts packets seen twice once"
+            )
+        return reading.trace(paths)
+    for path, alignment in zip(paths, _alignments(paths, options), strict=True):
+        reading.file(path, alignment)
+        if alignment.clock is not None:
+            reading.clock_error_ns = max(reading.clock_error_ns, alignment.clock.error_ns)
+        if path is not paths[0]:
+            reading.notes.say(alignment.sentence)
     return reading.trace(paths)
+
+
+def _alignments(paths: Sequence[str | Path], options: ReadOptions) -> list[Alignment]:
+    """Reads every file once for its packets' prints."""
+    from mlfabric.traffic.capture.sightings import Sightings, align
+
+    seen = []
+    for path in paths:
+        if str(path) == "-":
+            raise FabricError("--align reads every capture twice, which standard input does not allow")
+        with ByteSource(path, Notes()) as source:
+            records = _recognised(SlidingBuffer(source), Notes(), source.name, options.interface, set())
+            seen.append(Sightings.of(records))
+    return align(paths, seen)
+
+
+def _overlap(extents: Sequence[tuple[int, int] | None]) -> bool:
+    """Whether two files hold packets of the same time, more than their ends."""
+    known = sorted(extent for extent in extents if extent is not None)
+    return any(later[0] < earlier[1] for earlier, later in pairwise(known))

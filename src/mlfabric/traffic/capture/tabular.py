@@ -19,15 +19,9 @@ from numpy.typing import NDArray
 from mlfabric.errors import FabricError
 from mlfabric.traffic.capture.notes import Notes
 from mlfabric.traffic.capture.source import ByteSource
-from mlfabric.traffic.flows import FlowTable
 from mlfabric.traffic.trace import NS_PER_S, Origin, Trace
 
-_CSV_ENDINGS: Final = (".csv", ".csv.gz", ".csv.zst", ".csv.xz")
 _PARQUET_ENDINGS: Final = (".parquet", ".pq")
-
-
-def is_table(path: str | Path) -> bool:
-    return str(path).lower().endswith(_CSV_ENDINGS + _PARQUET_ENDINGS)
 
 
 def decimal_ns(written: str) -> int:
@@ -68,11 +62,7 @@ def read_tables(paths: Sequence[str | Path], vantage: str) -> Trace:
     time_ns, size = np.concatenate(times), np.concatenate(sizes)
     if any(flow is None for flow in names):
         return Trace.from_arrays(time_ns, size, origin=origin)
-    distinct, number = np.unique(np.concatenate([cast(Any, flow) for flow in names]), return_inverse=True)
-    table = FlowTable.named([str(name) for name in distinct])
-    np.add.at(table.packets, number, 1)
-    np.add.at(table.bytes, number, size)
-    return Trace.from_arrays(time_ns, size, flow=number.astype(np.uint32), flows=table, origin=origin)
+    return Trace.of_named_flows(time_ns, size, np.concatenate([cast(Any, flow) for flow in names]), origin)
 
 
 _Columns = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.str_] | None]
@@ -112,7 +102,10 @@ def _csv(path: str | Path, notes: Notes) -> _Columns:
 
 
 def _whole(written: str) -> int:
-    value = int(written)
+    try:
+        value = int(written)
+    except ValueError:
+        raise ValueError(f"{written!r} is not a whole number of bytes") from None
     if value < 0:
         raise ValueError(f"{written} bytes is negative")
     return value

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlfabric.traffic import native
-from mlfabric.traffic.capture.frames import view_at_every_byte
+from mlfabric.traffic.capture.frames import rows_at, view_at_every_byte
 
 # Below this there is nothing to gain from lanes.
 _LEAST_LOCKSTEP_BYTES: Final = 1 << 18
@@ -39,6 +39,10 @@ class Chain:
     least: int  # smallest number that can be right
     most: int  # largest one; beyond it the file is damaged
     multiple: int  # the number divides by this
+    head_bytes: int  # what the reader wants of each record: at least the field
+
+    def allows(self, number: int) -> bool:
+        return self.least <= number <= self.most and number % self.multiple == 0
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,12 @@ class Walk:
     offsets: NDArray[np.int64]  # of whole records
     stop: int  # first byte not part of them
     broken: bool  # the record at `stop` can't be right (rather than merely incomplete)
+    heads: NDArray[np.uint8] | None = None  # the records' first bytes, where the walk had to look at them
+
+    def numbers(self, data: NDArray[np.uint8], chain: Chain) -> NDArray[np.unsignedinteger]:
+        """The 32-bit numbers at the start of every record, one row each."""
+        heads = rows_at(data, self.offsets, chain.head_bytes) if self.heads is None else self.heads
+        return heads.view(chain.order + "u4")
 
 
 def walk(data: NDArray[np.uint8], start: int, end: int, chain: Chain, plausible: Plausible) -> Walk:
@@ -66,7 +76,7 @@ def walk_python(
     position = start
     while position + header <= end and (most_records is None or len(offsets) < most_records):
         number = number_at(buffer, position + chain.field)[0]
-        if not chain.least <= number <= chain.most or number % chain.multiple:
+        if not chain.allows(number):
             return Walk(np.array(offsets, np.int64), position, True)
         following = position + chain.base + number
         if following > end:
@@ -89,13 +99,14 @@ def walk_lockstep(data: NDArray[np.uint8], start: int, end: int, chain: Chain, p
         return walk_python(data, start, end, chain)
 
     number_at = view_at_every_byte(data, chain.order + "u4")
-    window = min(lane_bytes // 2, 2 * longest + 64)
+    # The next start is at most one record away; a lane that finds none is walked as part of the one before.
+    window = min(lane_bytes // 2, longest + 16)
     nominal = np.arange(start + lane_bytes, end - lane_bytes, lane_bytes, dtype=np.int64)
     guessed = _guess_starts(nominal, window, number_at, chain, plausible, end)
     starts = np.concatenate([np.array([start], np.int64), guessed])
     limits = np.append(starts[1:], end)
     offsets = _advance_all(starts, limits, number_at, chain)
-    return _checked(data, offsets, starts, end, number_at, chain)
+    return _checked(data, offsets, starts, end, chain)
 
 
 def _guess_starts(
@@ -130,17 +141,18 @@ def _advance_all(
 ) -> NDArray[np.int64]:
     """Every lane's offsets up to its limit, in file order. Numbers are not judged here, only clamped."""
     rows: list[NDArray[np.int64]] = []
-    cursor = starts.copy()
+    number_at = number_at[chain.field :]
+    cursor = starts
     while True:
         for _ in range(16):
             rows.append(cursor)
-            step = number_at[cursor + chain.field].astype(np.int64)
+            step = number_at[cursor].astype(np.int64)
             if chain.base == 0:
                 np.maximum(step, chain.least, out=step)
             else:
                 step += chain.base
             step += cursor
-            cursor = np.minimum(step, limits)
+            cursor = np.minimum(step, limits, out=step)
         if (cursor == limits).all():
             break
     table = np.stack(rows).T
@@ -148,22 +160,42 @@ def _advance_all(
 
 
 def _checked(
-    data: NDArray[np.uint8],
-    offsets: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    end: int,
-    number_at: NDArray[np.unsignedinteger],
-    chain: Chain,
+    data: NDArray[np.uint8], offsets: NDArray[np.int64], starts: NDArray[np.int64], end: int, chain: Chain
 ) -> Walk:
     """Keeps what the chain really visits, following it one by one where the lanes disagree."""
-    header = max(chain.base, chain.field + 4)
-    numbers = number_at[offsets + chain.field].astype(np.int64)
-    following = offsets + numbers + chain.base
-    wrong = (numbers < chain.least) | (numbers > chain.most) | (numbers % chain.multiple != 0)
-    wrong |= offsets + header > end
+    heads = rows_at(data, offsets, chain.head_bytes)
+    numbers = heads.view(chain.order + "u4")[:, chain.field // 4].astype(np.int64)
+    following = offsets + numbers
+    following += chain.base
+    wrong = numbers > chain.most
+    if chain.least:
+        wrong |= numbers < chain.least
+    if chain.multiple > 1:
+        wrong |= numbers % chain.multiple != 0
     wrong[:-1] |= following[:-1] != offsets[1:]
     wrong[-1] |= bool(following[-1] > end)
+    wrong |= offsets + max(chain.base, chain.field + 4) > end
     breaks = np.flatnonzero(wrong)
+    if not len(breaks):
+        return Walk(offsets, int(following[-1]), False, heads)
+    if breaks[0] == len(offsets) - 1 and chain.allows(int(numbers[-1])):
+        # Only the last record goes on beyond the data at hand.
+        return Walk(offsets[:-1], int(offsets[-1]), False, heads[:-1])
+    kept, stop, broken = _followed(data, offsets, breaks, starts, end, chain)
+    if stop is None:
+        return Walk(np.concatenate(kept), int(following[-1]), False)
+    return Walk(np.concatenate(kept), stop, broken)
+
+
+def _followed(
+    data: NDArray[np.uint8],
+    offsets: NDArray[np.int64],
+    breaks: NDArray[np.intp],
+    starts: NDArray[np.int64],
+    end: int,
+    chain: Chain,
+) -> tuple[list[NDArray[np.int64]], int | None, bool]:
+    """Runs of offsets on the chain; where it ended and whether it broke, None where the lanes' end stands."""
     lane_of = {int(position): index for index, position in enumerate(starts)}
     first_of_lane = np.searchsorted(offsets, starts)
     kept: list[NDArray[np.int64]] = []
@@ -172,14 +204,14 @@ def _checked(
         nth = int(np.searchsorted(breaks, at))
         if nth == len(breaks):
             kept.append(offsets[at:])
-            return Walk(np.concatenate(kept), int(following[-1]), False)
+            return kept, None, False
         broken_at = int(breaks[nth])
         kept.append(offsets[at:broken_at])
         position = int(offsets[broken_at])
         while True:
             one = walk_python(data, position, end, chain, 1)
             if not len(one.offsets):
-                return Walk(np.concatenate(kept), one.stop, one.broken)
+                return kept, one.stop, one.broken
             kept.append(one.offsets)
             position = one.stop
             if position in lane_of:

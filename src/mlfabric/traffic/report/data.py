@@ -61,7 +61,7 @@ def gather(analysis: Analysis, link_bps: float | None) -> ReportData:
     trace, notes = analysis.trace, []
     link = _link(analysis, link_bps)
     verdicts: list[PortVerdict] = []
-    if trace.flow is not None and trace.flows is not None and trace.flows.names is None:
+    if trace.flow is not None and trace.flows is not None and trace.flows.tells_hosts:
         try:
             verdicts = orchestration(trace, analysis.options.line_rate_bps, shifts=99)
         except FabricError as error:
@@ -126,7 +126,7 @@ def _peak_series(analysis: Analysis) -> tuple[Series | None, tuple[float, float]
 
 
 def _heat(trace: Trace, direction: str) -> HeatMap | None:
-    if trace.flow is None or trace.flows is None or trace.flows.names is not None:
+    if trace.flow is None or trace.flows is None or not trace.flows.tells_hosts:
         return None
     bin_ns = max(1, -(-(trace.span_ns + 1) // _HEAT_COLUMNS))
     hosts: list[str] = []

@@ -1,15 +1,10 @@
-/* The compiled form of what NumPy does in capture/walk.py, capture/headers.py and dispersion.py.
+/* The compiled form of what NumPy does in capture/: records, headers, flows, order.
  *
  * Same results, required by tests; built on demand by native.py, never needed. Plain C99, no state of its own:
  * every array belongs to the caller. */
-#include <stdint.h>
 #include <string.h>
 
-typedef uint8_t u8;
-typedef uint16_t u16;
-typedef uint32_t u32;
-typedef uint64_t u64;
-typedef int64_t i64;
+#include "native_types.h"
 
 static inline u32 load32(const u8 *p, int swapped) {
   u32 v;
@@ -213,58 +208,107 @@ static inline u64 mixed(const key_type *key) {
   return h;
 }
 
+/* Flows of frames of the common kind by two words, as capture/plain.py tells them: what is found here needs no key. */
+#define RECENT_BITS 8
+typedef struct {
+  u64 first, second;
+  i64 number;
+} recent_type;
+
+/* Whether a frame is Ethernet, IPv4 without options, TCP or UDP, no later fragment, no RoCE; its two words then. */
+static inline int is_plain(const u8 *p, i64 captured, u32 link, int layer, u64 *first, u64 *second) {
+  u64 head, middle, third, fourth;
+  if (__BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || link != 1 || captured < 38 || layer == PAYLOAD) return 0;
+  memcpy(&head, p + 8, 8);
+  memcpy(&middle, p + 16, 8);
+  memcpy(&third, p + 24, 8);
+  memcpy(&fourth, p + 32, 8);
+  if ((head >> 32 & 0xffffff) != 0x450008 || (middle >> 32 & 0xff1f) || !(middle & 0xffff)) return 0;
+  u64 protocol = middle >> 56;
+  *second = fourth & 0xffffffffffffull;
+  if (protocol != 6 && (protocol != 17 || *second >> 32 == 0xb712)) return 0;
+  *first = (third & ~(u64)0xffff) | protocol;
+  return 1;
+}
+
+static inline u32 plain_size(const u8 *p, u32 length, int layer) {
+  if (layer == L2) return length;
+  return layer == IP ? be16(p + 16) : (length < 60 ? 60 : length) + 24;
+}
+
+/* Whether the cooked header names the wanted interface and direction. seen[0..1]: lowest and highest SLL2 interface
+ * index. */
+static int is_wanted(const u8 *p, u32 captured, u32 link, i64 want_interface, int want_direction, i64 *seen) {
+  u32 direction = p[1];
+  if (link == 276) {
+    i64 index = captured >= 20 ? be32(p + 4) : 0;
+    if (captured >= 20) {
+      if (index < seen[0]) seen[0] = index;
+      if (index > seen[1]) seen[1] = index;
+    }
+    direction = p[10];
+    if (want_interface >= 0 && index != want_interface) return 0;
+  }
+  return !((want_direction == OUT && direction != 4) || (want_direction == IN && direction == 4));
+}
+
+/* Every distinct key and its number, by open addressing. */
+typedef struct {
+  key_type *keys;
+  i64 *known;
+  int32_t *slots;
+  u64 mask;
+} flows_type;
+
+static i64 flow_number(const flows_type *flows, const key_type *key) {
+  u64 slot = mixed(key) & flows->mask;
+  i64 number;
+  while ((number = flows->slots[slot]) >= 0 && memcmp(&flows->keys[number], key, sizeof *key) != 0)
+    slot = (slot + 1) & flows->mask;
+  if (number < 0) {
+    number = (*flows->known)++;
+    flows->keys[number] = *key;
+    flows->slots[slot] = (int32_t)number;
+  }
+  return number;
+}
+
 /* Numbers the frames' flows in order of first appearance and adds up their totals. Returns how many frames were
- * done: fewer than asked when the table is full. flow[i] is -1 where the cooked header says not wanted.
- * seen[0..1]: lowest and highest SLL2 interface index. */
+ * done: fewer than asked when the table is full. flow[i] is -1 where the cooked header says not wanted. */
 i64 decode_frames(const u8 *data, const i64 *offset, const u32 *captured, const u32 *length, const i64 *time_ns,
                   u32 link, const u16 *links, i64 from, i64 count, int layer, i64 want_interface,
                   int want_direction, key_type *keys, i64 *known, i64 most_keys, int32_t *slots, i64 slot_count,
                   int32_t *flow, u32 *size, i64 *packets, i64 *bytes, i64 *first, i64 *last, i64 *stats,
                   i64 *seen) {
-  u64 mask = (u64)slot_count - 1;
-  i64 previous = -1;
+  flows_type flows = {keys, known, slots, (u64)slot_count - 1};
+  recent_type recent[1 << RECENT_BITS];
+  memset(recent, 0, sizeof recent);
   for (i64 i = from; i < count; i++) {
     if (*known >= most_keys) return i;
     const u8 *p = data + offset[i];
     u32 kind = links ? links[i] : link;
-    key_type key;
-    u32 bytes_here = decode_one(p, captured[i], length[i], kind, layer, &key, stats);
-    size[i] = bytes_here;
-    if (kind == 113 || kind == 276) {
-      u32 direction;
-      if (kind == 276) {
-        i64 index = captured[i] >= 20 ? be32(p + 4) : 0;
-        if (captured[i] >= 20) {
-          if (index < seen[0]) seen[0] = index;
-          if (index > seen[1]) seen[1] = index;
-        }
-        direction = p[10];
-        if (want_interface >= 0 && index != want_interface) {
-          flow[i] = -1;
-          continue;
-        }
-      } else {
-        direction = p[1];
-      }
-      if ((want_direction == OUT && direction != 4) || (want_direction == IN && direction == 4)) {
+    u64 one = 0, two = 0;
+    recent_type *place = NULL;
+    i64 number = -1;
+    if (is_plain(p, captured[i], kind, layer, &one, &two)) {
+      place = &recent[(one * 0x9e3779b97f4a7c15ull ^ two * 0xbf58476d1ce4e5b9ull) >> (64 - RECENT_BITS)];
+      if (place->first == one && place->second == two) number = place->number;
+    }
+    if (number >= 0) {
+      size[i] = plain_size(p, length[i], layer);
+    } else {
+      key_type key;
+      size[i] = decode_one(p, captured[i], length[i], kind, layer, &key, stats);
+      if ((kind == 113 || kind == 276) && !is_wanted(p, captured[i], kind, want_interface, want_direction, seen)) {
         flow[i] = -1;
         continue;
       }
+      number = flow_number(&flows, &key);
+      if (place) *place = (recent_type){one, two, number};
     }
-    i64 number = previous;
-    if (number < 0 || memcmp(&keys[number], &key, sizeof key) != 0) {
-      u64 slot = mixed(&key) & mask;
-      while ((number = slots[slot]) >= 0 && memcmp(&keys[number], &key, sizeof key) != 0) slot = (slot + 1) & mask;
-      if (number < 0) {
-        number = (*known)++;
-        keys[number] = key;
-        slots[slot] = (int32_t)number;
-      }
-    }
-    previous = number;
     flow[i] = (int32_t)number;
     packets[number]++;
-    bytes[number] += bytes_here;
+    bytes[number] += size[i];
     if (time_ns[i] < first[number]) first[number] = time_ns[i];
     if (time_ns[i] > last[number]) last[number] = time_ns[i];
   }
@@ -279,182 +323,6 @@ void fill_slots(const key_type *keys, i64 known, int32_t *slots, i64 slot_count)
     while (slots[slot] >= 0) slot = (slot + 1) & mask;
     slots[slot] = (int32_t)number;
   }
-}
-
-#define BITS 14
-#define BINS (1 << BITS)
-
-/* One pass over all window positions x in [t[0], t[n-1] - tau]: the time spent at each value of W(x), the bytes in
- * [x, x+tau]. With `moments`, adds up integrals of W, W^2, N, N^2 (N: packets). For each of `targets` prefixes,
- * histogram[k] counts the time during which W >> (shift + BITS) equals prefix[k], by the next BITS bits. */
-void window_sweep(const i64 *t, const u32 *size, i64 n, i64 tau, double *moments, int targets, const i64 *prefix,
-                  int shift, i64 *histogram) {
-  i64 x = t[0], finish = t[n - 1] - tau, low = 0, high = 0, w = 0;
-  double m1 = 0, m2 = 0, c1 = 0, c2 = 0;
-  while (high < n && t[high] <= x + tau) w += size[high++];
-  while (low < n && t[low] <= x) w -= size[low++];
-  while (x < finish) {
-    i64 add = high < n ? t[high] - tau : INT64_MAX, drop = t[low];
-    int adding = add <= drop;
-    i64 next = adding ? add : drop;
-    if (next > finish) next = finish;
-    i64 d = next - x;
-    if (d) {
-      i64 top = w >> shift;
-      if (targets == 1 && prefix[0] == 0 && moments) {
-        histogram[top & (BINS - 1)] += d;
-      } else {
-        for (int k = 0; k < targets; k++)
-          if (top >> BITS == prefix[k]) histogram[(i64)k * BINS + (top & (BINS - 1))] += d;
-      }
-      if (moments) {
-        double dd = (double)d, ww = (double)w, cc = (double)(high - low);
-        m1 += dd * ww;
-        m2 += dd * ww * ww;
-        c1 += dd * cc;
-        c2 += dd * cc * cc;
-      }
-    }
-    x = next;
-    if (adding)
-      w += size[high++];
-    else
-      w -= size[low++];
-  }
-  if (moments) {
-    moments[0] = m1;
-    moments[1] = m2;
-    moments[2] = c1;
-    moments[3] = c2;
-  }
-}
-
-#define BLOCK 64
-#define SUBBLOCK 8
-
-/* Bytes of the first k packets: from full sums, or from sizes and the sums at every 64th packet. */
-typedef struct {
-  const i64 *full;
-  const u32 *size;
-  const i64 *exact;
-} sums_type;
-
-static inline i64 total(const sums_type *sums, i64 k) {
-  if (sums->full) return sums->full[k];
-  i64 sum = sums->exact[k >> 6];
-  for (i64 i = k & ~(i64)63; i < k; i++) sum += sums->size[i];
-  return sum;
-}
-
-/* The first index at or after `from` whose time exceeds `limit`, by doubling steps, then bisection. */
-static inline i64 beyond(const i64 *t, i64 n, i64 from, i64 limit) {
-  i64 low = from, step = 16;
-  while (low + step < n && t[low + step] <= limit) {
-    low += step;
-    step *= 2;
-  }
-  i64 up = low + step < n ? low + step : n;
-  while (low < up) {
-    i64 middle = (low + up) / 2;
-    if (t[middle] <= limit) low = middle + 1;
-    else up = middle;
-  }
-  return low;
-}
-
-/* Most bytes in any closed window [t[i], t[i] + tau], and the first i that has them. `reach` has room for one index
- * per block of 64: where the window of its first packet ends, which bounds all windows that start in the block
- * before it; only blocks whose bound is not below the best window found are opened. */
-i64 window_maximum(const i64 *t, i64 n, i64 tau, const i64 *full, const u32 *size, const i64 *exact, i64 *reach,
-                   i64 *where) {
-  sums_type sums = {full, size, exact};
-  i64 best = -1, high = 0, blocks = (n + BLOCK - 1) / BLOCK;
-  for (i64 b = 0; b < blocks; b++) {
-    i64 first = b * BLOCK;
-    high = beyond(t, n, high, t[first] + tau);
-    reach[b] = high;
-    i64 w = total(&sums, high) - total(&sums, first);
-    if (w > best) {
-      best = w;
-      *where = first;
-    }
-  }
-  for (i64 b = 0; b < blocks; b++) {
-    i64 first = b * BLOCK, stop = first + BLOCK < n ? first + BLOCK : n;
-    i64 farthest = b + 1 < blocks ? reach[b + 1] : n;
-    if (total(&sums, farthest) - total(&sums, first) < best) continue;
-    high = reach[b];
-    for (i64 part = first; part < stop; part += SUBBLOCK) {
-      /* The same bound again for eight packets at a time. */
-      i64 end = part + SUBBLOCK < stop ? part + SUBBLOCK : stop, next = farthest;
-      while (high < n && t[high] - t[part] <= tau) high++;
-      if (end < stop) {
-        next = high;
-        while (next < n && t[next] - t[end] <= tau) next++;
-      }
-      if (total(&sums, next) - total(&sums, part) >= best) {
-        for (i64 i = part; i < end; i++) {
-          while (high < n && t[high] - t[i] <= tau) high++;
-          i64 w = total(&sums, high) - total(&sums, i);
-          if (w > best || (w == best && i < *where)) {
-            best = w;
-            *where = i;
-          }
-        }
-      }
-      high = next > high ? next : high;
-      if (end == stop) break;
-    }
-  }
-  return best;
-}
-
-/* Most bytes in any bin [origin + k tau, origin + (k+1) tau). */
-i64 binned_maximum(const i64 *t, const u32 *size, i64 n, i64 tau) {
-  i64 best = 0, w = 0, edge = t[0] + tau;
-  for (i64 i = 0; i < n; i++) {
-    if (t[i] >= edge) {
-      if (w > best) best = w;
-      w = 0;
-      edge = t[i] - (t[i] - t[0]) % tau + tau;
-    }
-    w += size[i];
-  }
-  return w > best ? w : best;
-}
-
-/* A tail-dropping queue, byte by byte as in queueing.py; out: arrived, lost, most, time above the mark. */
-void drop_tail(const i64 *t, const i64 *size, i64 n, double rate, double room, double mark, i64 from, i64 until,
-               double *out) {
-  double queue = 0, arrived = 0, lost = 0, most = 0, above = 0;
-  i64 before = n ? t[0] : 0;
-  for (i64 i = 0; i < n; i++) {
-    int counted = t[i] >= from;
-    double gap = (double)(t[i] - before);
-    if (counted && queue > mark) {
-      double time = (queue - mark) / rate;
-      above += time < gap ? time : gap;
-    }
-    queue -= rate * gap;
-    if (queue < 0) queue = 0;
-    queue += (double)size[i];
-    double over = queue - room;
-    if (over > 0) queue = room;
-    if (counted) {
-      arrived += (double)size[i];
-      if (over > 0) lost += over;
-      if (queue > most) most = queue;
-    }
-    before = t[i];
-  }
-  if (queue > mark) {
-    double time = (queue - mark) / rate, gap = (double)(until - before);
-    above += time < gap ? time : gap;
-  }
-  out[0] = arrived;
-  out[1] = lost;
-  out[2] = most;
-  out[3] = above;
 }
 
 /* Insertion sort by time with sizes and flow numbers (width 0: none, 2 or 4 bytes) in step; stable. Gives up, all
