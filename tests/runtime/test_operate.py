@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 import mlfabric as mf
-from mlfabric.cli import app
+from mlfabric.commands.root import app
 from mlfabric.config import from_environment, parse_address, read_secrets
 from mlfabric.data import ArrayData
 from mlfabric.eventlog import NoLog

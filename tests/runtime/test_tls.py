@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 import mlfabric as mf
-from mlfabric.cli import app
 from mlfabric.commands.certs import make_certificates
+from mlfabric.commands.root import app
 from mlfabric.config import format_address, parse_address
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")

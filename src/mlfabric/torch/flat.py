@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-
 import torch
+
 from mlfabric.errors import FabricError
 from mlfabric.numerics import Vector
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+
 from mlfabric.errors import FabricError
 from mlfabric.rules import RULES, Average, Pieces, Rule
 

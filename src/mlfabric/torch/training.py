@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch
+
 from mlfabric.api import Fabric, Pulling, Ticket
 from mlfabric.api import join as join_fabric
 from mlfabric.client import Committed, Model, Outcome
