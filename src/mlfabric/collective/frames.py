@@ -43,8 +43,16 @@ class FrameHeader(NamedTuple):
     length: int
 
 
+class Sizes(IntEnum):
+    """How the sizes that ranks announce have to fit together."""
+
+    SAME = 0  # everybody's are the same
+    PAIRS = 1  # first what we send to each rank, then what we expect from each: both ends must agree
+    OWN = 2  # each has its own, and the others take what comes
+
+
 class Announcement(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank brings to an operation; all must agree in everything but the plan."""
+    """What a rank brings to an operation; all must agree in everything but the plan, and as `sizes` says."""
 
     operation: str
     dtype: str
@@ -52,12 +60,20 @@ class Announcement(msgspec.Struct, frozen=True, array_like=True):
     root: int
     elements: tuple[int, ...]  # by block
     plan: int = 0
+    sizes: Sizes = Sizes.SAME
+    mistake: str = ""  # why this call can't be carried out; all is well if everybody made the same one
 
     def describe(self) -> str:
-        count = sum(self.elements)
+        if not self.dtype:
+            return self.operation
+        what = f"{sum(self.elements)} elements"
+        if self.sizes is Sizes.PAIRS:
+            half = len(self.elements) // 2
+            what = f"{list(self.elements[:half])} elements for {list(self.elements[half:])}"
         detail = f" by {self.combine}" if self.combine else ""
         towards = f" with root {self.root}" if self.root >= 0 else ""
-        return f"{self.operation} of {count} elements of {self.dtype}{detail}{towards}"
+        wrong = f" ({self.mistake})" if self.mistake else ""
+        return f"{self.operation} of {what} of {self.dtype}{detail}{towards}{wrong}"
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -75,6 +91,7 @@ _LONGEST: Final = dict.fromkeys(FrameKind, MAX_CHUNK_BYTES) | {
     FrameKind.ANNOUNCE: MAX_ANNOUNCEMENT_BYTES,
     FrameKind.FAILED: MAX_ANNOUNCEMENT_BYTES,
     FrameKind.CREDIT: 0,
+    FrameKind.OFFER: 0,
     FrameKind.ACCEPT: 0,
 }
 

@@ -12,22 +12,26 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from mlfabric.collective.exchange import Exchange, Pending
 from mlfabric.collective.frames import (
     Announcement,
     FrameHeader,
     FrameKind,
+    Sizes,
     encode_announcement,
     pack_header,
 )
-from mlfabric.collective.operations import Operation, window_for
+from mlfabric.collective.mailbox import Mailbox
+from mlfabric.collective.operations import EAGER_BYTES, Operation, window_for
 from mlfabric.collective.routes import Shares, equal_shares
 from mlfabric.wire import WireError
 
 # Operations of one group that run at the same time; the next ones wait their turn.
 IN_FLIGHT = 4
-# Bytes that may come for operations we have not been called for yet, per group.
-AHEAD_BYTES = 64 * 2**20
+# Eager operations that may begin before the slowest rank has come to the first of them.
+EAGER_AHEAD = 16
 
 Done = Callable[[str | None], None]
 
@@ -73,6 +77,9 @@ class Group:
         self._ahead: dict[int, Ahead] = {}
         self._ahead_bytes = 0
         self._plans: dict[int, Shares] = {0: equal_shares(len(nodes))}
+        self._came = [0] * len(nodes)  # the first operation that each has not come to
+        self._gone: tuple[int, str] | None = None  # somebody left: nothing new can begin
+        self.mailbox = Mailbox(number, rank, len(nodes), urgent, self.fail, self._names)
 
     def __repr__(self) -> str:
         return f"<Group {self.name} of {len(self.nodes)}, {len(self.running)} running, next {self._next}>"
@@ -95,12 +102,18 @@ class Group:
         """Begin an operation, or queue it behind those that run; `done` hears of its end."""
         sequence = self._next
         self._next += 1
-        if self.broken is not None:
+        if self.ended():
             done(self.broken)
             return sequence
         self._waiting.append((sequence, operation, done))
         self._start_waiting()
         return sequence
+
+    def ended(self) -> bool:
+        """Whether nothing can begin any more; `broken` says why."""
+        if self._gone is not None:
+            self.fail(self._gone[1])
+        return self.broken is not None
 
     def _start_waiting(self) -> None:
         while self._waiting and len(self.running) < IN_FLIGHT and self.broken is None:
@@ -112,7 +125,7 @@ class Group:
         newest = max(self._plans)
         mine = operation.announcement
         if newest:
-            mine = Announcement(mine.operation, mine.dtype, mine.combine, mine.root, mine.elements, newest)
+            mine = msgspec.structs.replace(mine, plan=newest)
         running = Running(sequence, operation, done, ahead.announced, newest, ahead.frames)
         self.running[sequence] = running
         body = encode_announcement(mine)
@@ -122,8 +135,13 @@ class Group:
                 self._urgent(rank, frame)
         for rank, theirs in ahead.announced.items():
             self._compare(running, rank, theirs)
-        if self.broken is None and (operation.eager or self._all_came(running)):
+        eager = operation.eager and sequence - self._slowest() < EAGER_AHEAD
+        if self.broken is None and (eager or self._all_came(running)):
             self._begin(running)
+
+    def _slowest(self) -> int:
+        """The first operation that somebody else has not come to."""
+        return min((came for rank, came in enumerate(self._came) if rank != self.rank), default=self._next)
 
     def _all_came(self, running: Running) -> bool:
         return len(running.announced) == self.size - 1
@@ -138,10 +156,16 @@ class Group:
                 del self._plans[number]
         running.plan_used = used
         shares = self._plans[used] if not operation.eager else equal_shares(self.size)
+        buffers = operation.buffers
+        if operation.prepare is not None:
+            everybody = {**running.announced, self.rank: operation.announcement}
+            buffers, segments = operation.prepare(everybody)
+        else:
+            segments = operation.segments(shares)
         running.exchange = Exchange(
             self.rank,
-            operation.segments(shares),
-            operation.buffers,
+            segments,
+            buffers,
             operation.combine,
             shares.chunk_bytes,
             window_for(self.size, shares.chunk_bytes),
@@ -150,16 +174,17 @@ class Group:
         early, running.early = running.early, []
         for rank, header, payload in early:
             self._take(running, running.exchange, rank, header, payload)
+        if self._gone is not None and running.exchange.needs(self._gone[0]):
+            self.fail(self._gone[1])
+            return
         self._look(running)
 
     def _take(
         self, running: Running, exchange: Exchange, rank: int, header: FrameHeader, payload: memoryview
     ) -> None:
         """A chunk is there. It may have come to a place of its own, before we knew where it belongs."""
-        if header.kind is FrameKind.RESULT:
-            target = running.operation.buffers.targets[header.block]
-            if target is not None and payload.obj is not target.obj:
-                exchange.place(header)[:] = payload
+        if header.kind is FrameKind.RESULT and not exchange.is_at(header, payload):
+            exchange.place(header)[:] = payload
         exchange.received(rank, header, payload)
 
     # --- frames -----------------------------------------------------------------------------------------
@@ -182,8 +207,9 @@ class Group:
             return running.exchange.place(header)
         if self.broken is not None or (running is None and header.sequence < self._started()):
             return None
-        if self._ahead_bytes + header.length > AHEAD_BYTES:
-            raise WireError(f"over {AHEAD_BYTES} bytes for operations that have not been called here")
+        limit = self.size * EAGER_AHEAD * EAGER_BYTES
+        if self._ahead_bytes + header.length > limit:
+            raise WireError(f"over {limit} bytes for operations that have not been called here")
         return memoryview(bytearray(header.length))
 
     def _started(self) -> int:
@@ -204,6 +230,7 @@ class Group:
 
     def announced(self, rank: int, sequence: int, theirs: Announcement) -> None:
         running = self.running.get(sequence)
+        self._came[rank] = max(self._came[rank], sequence + 1)
         if running is None:
             if self.broken is None and sequence >= self._started():
                 self._ahead.setdefault(sequence, Ahead()).announced[rank] = theirs
@@ -240,6 +267,18 @@ class Group:
 
     # --- trouble ----------------------------------------------------------------------------------------
 
+    def lost(self, rank: int, reason: str) -> None:
+        """A rank is gone. What needs nothing of it any more goes on to its end; nothing new begins."""
+        if self.broken is not None or self._gone is not None:
+            return
+        self._gone = rank, f"{self.title}: {self._names([rank])} was lost: {reason}"
+        needed = any(
+            rank not in running.announced if running.exchange is None else running.exchange.needs(rank)
+            for running in self.running.values()
+        )
+        if needed or self._waiting or self.mailbox.needs(rank):
+            self.fail(self._gone[1])
+
     def fail(self, reason: str, tell: bool = True) -> None:
         """No operation of this group can be trusted any more: end all with the reason."""
         if self.broken is not None:
@@ -258,6 +297,7 @@ class Group:
         self._ahead.clear()
         for done in ended:
             done(reason)
+        self.mailbox.end(reason)
 
     def describe(self, sequence: int) -> str:
         """Whom or what an operation waits for, in words."""
@@ -288,4 +328,16 @@ def _same(mine: Announcement, theirs: Announcement, rank: int, other: int) -> bo
         theirs.root,
     ):
         return False
+    if mine.sizes is not theirs.sizes or mine.mistake != theirs.mistake:
+        return False
+    match mine.sizes:
+        case Sizes.OWN:
+            return len(mine.elements) == len(theirs.elements) == 1
+        case Sizes.PAIRS:
+            half = len(mine.elements) // 2
+            return (
+                len(theirs.elements) == len(mine.elements)
+                and mine.elements[other] == theirs.elements[half + rank]
+                and mine.elements[half + other] == theirs.elements[rank]
+            )
     return mine.elements == theirs.elements

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from mlfabric.collective.exchange import Pending
 from mlfabric.collective.frames import FrameHeader, FrameKind, decode_announcement, pack_header
 from mlfabric.collective.group import Done, Group
+from mlfabric.collective.mailbox import MessageChunk, Outgoing, Received, Wanted
 from mlfabric.collective.operations import Operation
 from mlfabric.collective.routes import Shares
 from mlfabric.errors import FabricError
@@ -27,7 +28,7 @@ class OutFrame:
     payload: memoryview | None = None
     group: Group | None = None
     sequence: int = 0
-    pending: Pending | None = None
+    pending: Pending | MessageChunk | None = None
 
 
 class Switchboard:
@@ -37,6 +38,7 @@ class Switchboard:
         self._urgent: dict[str, deque[bytes]] = {}
         self._order: list[tuple[int, int, Group, int]] = []  # priority, age, group, sequence
         self._age = 0
+        self._message_turn: set[str] = set()  # peers whose next frame is a message's, if there is one
         self._strays: dict[int, list[tuple[str, FrameHeader, memoryview]]] = {}
         self.woken: set[str] = set()  # peers that something can be sent to now
 
@@ -85,6 +87,25 @@ class Switchboard:
         self._follow(group, before)
         return sequence
 
+    def send(self, group: Group, to: int, tag: int, payload: memoryview, done: Done) -> Outgoing | None:
+        """Send a message to a rank; None: the group is over, `done` has heard why."""
+        if group.ended():
+            done(group.broken)
+            return None
+        sending = group.mailbox.send(to, tag, payload, done)
+        self._follow(group, set(group.running))
+        return sending
+
+    def receive(
+        self, group: Group, source: int, tag: int, place: memoryview, done: Received
+    ) -> Wanted | None:
+        if group.ended():
+            done(group.broken, -1)
+            return None
+        wanted = group.mailbox.receive(source, tag, place, done)
+        self._follow(group, set(group.running))
+        return wanted
+
     def _follow(self, group: Group, before: set[int]) -> None:
         """Operations that began just now take their place in the order of sending."""
         for sequence in group.running.keys() - before:
@@ -94,6 +115,8 @@ class Switchboard:
         if group.running.keys() != before:
             self._order = [entry for entry in self._order if entry[3] in entry[2].running]
             self._order.sort(key=lambda entry: entry[:2])
+        group.woken |= group.mailbox.woken
+        group.mailbox.woken.clear()
         if group.woken:
             self.woken |= {group.nodes[rank] for rank in group.woken}
             group.woken.clear()
@@ -104,6 +127,12 @@ class Switchboard:
         urgent = self._urgent.get(peer)
         if urgent:
             return OutFrame(urgent.popleft())
+        if peer in self._message_turn:
+            frame = self._next_message(peer)
+            if frame is not None:
+                self._message_turn.discard(peer)
+                return frame
+        self._message_turn.add(peer)
         for _, _, group, sequence in self._order:
             if sequence not in group.running or peer not in group.nodes:
                 continue
@@ -114,13 +143,33 @@ class Switchboard:
                     pending.kind, group.number, sequence, chunk.block, chunk.start, len(pending.payload)
                 )
                 return OutFrame(head, pending.payload, group, sequence, pending)
+        return self._next_message(peer)
+
+    def _next_message(self, peer: str) -> OutFrame | None:
+        for group in self.groups.values():
+            chunk = group.mailbox.next_chunk(group.nodes.index(peer)) if peer in group.nodes else None
+            if chunk is not None:
+                outgoing = chunk.outgoing
+                head = pack_header(
+                    FrameKind.MESSAGE,
+                    group.number,
+                    outgoing.number,
+                    outgoing.tag,
+                    chunk.start,
+                    len(chunk.payload),
+                )
+                return OutFrame(head, chunk.payload, group, 0, chunk)
         return None
 
     def sent(self, frame: OutFrame) -> None:
-        if frame.pending is not None and frame.group is not None:
-            before = set(frame.group.running)
+        if frame.pending is None or frame.group is None:
+            return
+        before = set(frame.group.running)
+        if isinstance(frame.pending, MessageChunk):
+            frame.group.mailbox.chunk_sent(frame.pending)
+        else:
             frame.group.chunk_sent(frame.sequence, frame.pending)
-            self._follow(frame.group, before)
+        self._follow(frame.group, before)
 
     # --- frames in --------------------------------------------------------------------------------------
 
@@ -129,6 +178,10 @@ class Switchboard:
         group = self.groups.get(header.group)
         if header.kind in (FrameKind.PART, FrameKind.RESULT) and group is not None:
             return group.place(header)
+        if header.kind is FrameKind.MESSAGE and group is not None and peer in group.nodes:
+            if group.broken is not None:
+                return None
+            return group.mailbox.place(group.nodes.index(peer), header)
         return memoryview(bytearray(header.length))
 
     def received(self, peer: str, header: FrameHeader, payload: memoryview | None) -> None:
@@ -137,7 +190,7 @@ class Switchboard:
         if group is None:
             if payload is not None:
                 strays = self._strays.setdefault(header.group, [])
-                if len(strays) >= _MAX_STRAYS:
+                if sum(1 for sender, _, _ in strays if sender == peer) >= _MAX_STRAYS:
                     raise WireError(f"too many frames for group {header.group}, which nobody formed here")
                 strays.append((peer, header, payload))
             return
@@ -150,6 +203,9 @@ class Switchboard:
         match header.kind:
             case FrameKind.PART | FrameKind.RESULT | FrameKind.CREDIT:
                 group.chunk_received(rank, header, payload)
+            case FrameKind.OFFER | FrameKind.ACCEPT | FrameKind.MESSAGE:
+                if group.broken is None:
+                    group.mailbox.received(rank, header, payload)
             case FrameKind.ANNOUNCE:
                 group.announced(rank, header.sequence, decode_announcement(payload))
             case FrameKind.FAILED:
@@ -161,8 +217,7 @@ class Switchboard:
         self._urgent.pop(peer, None)
         for group in self.groups.values():
             if peer in group.nodes:
-                rank = group.nodes.index(peer)
-                group.fail(f"{group.title}: rank {rank} ({peer}) was lost: {reason}", tell=False)
+                group.lost(group.nodes.index(peer), reason)
         self._order = [entry for entry in self._order if entry[3] in entry[2].running]
 
 
