@@ -9,6 +9,7 @@ import ipaddress
 import os
 import re
 import socket
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,30 @@ def from_environment(
         down_bytes_per_s=into,
         log=Path(written) if written else None,
         insecure=insecure if insecure is not None else env.get("MLFABRIC_INSECURE") == "1",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TorchSettings:
+    """What only the process-group backend asks of the environment."""
+
+    secret: bytes  # empty: the first rank draws one and puts it into the store
+    address: str | None  # where the first rank listens, if told
+    scheduler: str | None  # a standalone scheduler to use instead of an embedded one
+    dump_prefix: str  # where the record of recent operations goes after a time-out; the rank is appended
+    record_entries: int  # operations remembered for it
+
+
+def torch_settings(environment: Mapping[str, str] | None = None) -> TorchSettings:
+    env = os.environ if environment is None else environment
+    default = str(Path(tempfile.gettempdir()) / "mlfabric_trace_rank_")
+    entries = _whole(env, "TORCH_FR_BUFFER_SIZE")
+    return TorchSettings(
+        _secret(None, env),
+        env.get("MLFABRIC_ADDRESS"),
+        env.get("MLFABRIC_SCHEDULER"),
+        env.get("MLFABRIC_DUMP_FILE") or env.get("TORCH_FR_DUMP_TEMP_FILE") or default,
+        entries if entries is not None and entries > 0 else 2000,
     )
 
 

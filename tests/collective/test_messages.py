@@ -117,7 +117,18 @@ def test_two_ranks_may_send_large_messages_to_each_other_at_once() -> None:
     assert all(place == b"x" * 1000 for place, _ in heard)
 
 
-@pytest.mark.parametrize("length", [10, 100])
+@pytest.mark.parametrize("length", [0, 10, 100])
+def test_a_message_may_be_shorter_than_its_place(length: int) -> None:
+    wires = Wires(2, 0)
+    wires.form()
+    send(wires, 0, 1, 7, b"x" * length)
+    place, heard = receive(wires, 1, 0, 7, 110)
+    wires.run()
+    assert heard == [(None, 0)]
+    assert place == b"x" * length + bytes(110 - length)
+
+
+@pytest.mark.parametrize("length", [30, 100])
 def test_a_message_that_does_not_fit_is_an_error_at_both_ends(length: int) -> None:
     wires = Wires(2, 0)
     wires.form()

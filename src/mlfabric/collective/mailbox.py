@@ -65,6 +65,7 @@ class Arrival:
 class Incoming:
     wanted: Wanted
     rank: int
+    size: int
     got: int = 0
 
 
@@ -122,7 +123,7 @@ class Mailbox:
         return outgoing
 
     def receive(self, source: int, tag: int, place: memoryview, done: Received) -> Wanted:
-        """Take the next message with a tag from a rank, or from any."""
+        """Take the next message with a tag from a rank, or from any; it may be shorter than its place."""
         wanted = Wanted(source, tag, place, done)
         for index, arrival in enumerate(self._arrived):
             if arrival.tag == tag and source in (ANY_SOURCE, arrival.rank):
@@ -159,7 +160,7 @@ class Mailbox:
         incoming = self._incoming.get((rank, header.sequence))
         if incoming is not None:
             place = incoming.wanted.place
-            if header.offset + header.length > len(place) or header.offset != incoming.got:
+            if header.offset + header.length > incoming.size or header.offset != incoming.got:
                 raise WireError(f"bytes {header.offset} of a message, where none are expected")
             return place[header.offset : header.offset + header.length]
         if header.length > SMALL_BYTES or self._held[rank] + header.length > UNASKED_BYTES:
@@ -172,7 +173,7 @@ class Mailbox:
             case FrameKind.MESSAGE if key in self._incoming:
                 incoming = self._incoming[key]
                 incoming.got += len(payload)
-                if incoming.got == len(incoming.wanted.place):
+                if incoming.got == incoming.size:
                     del self._incoming[key]
                     incoming.wanted.done(None, rank)
             case FrameKind.MESSAGE:
@@ -207,7 +208,7 @@ class Mailbox:
         self._arrived.append(arrival)
 
     def _match(self, wanted: Wanted, arrival: Arrival) -> None:
-        if arrival.size != len(wanted.place):
+        if arrival.size > len(wanted.place):
             reason = (
                 f"{self._names([arrival.rank])} sent {arrival.size} bytes with tag {arrival.tag}, "
                 f"{self._names([self._rank])} has room for {len(wanted.place)}"
@@ -217,11 +218,11 @@ class Mailbox:
             return
         self._urgent(arrival.rank, pack_header(FrameKind.ACCEPT, self._group, arrival.number, arrival.tag))
         if arrival.payload is not None:
-            wanted.place[:] = arrival.payload
+            wanted.place[: arrival.size] = arrival.payload
             self._held[arrival.rank] -= max(arrival.size, LEAST_BYTES)
             wanted.done(None, arrival.rank)
         elif arrival.size:
-            self._incoming[arrival.rank, arrival.number] = Incoming(wanted, arrival.rank)
+            self._incoming[arrival.rank, arrival.number] = Incoming(wanted, arrival.rank, arrival.size)
         else:
             wanted.done(None, arrival.rank)
 
@@ -256,7 +257,7 @@ class Mailbox:
             return f"{whom} did not receive the message with tag {call.tag}"
         for incoming in self._incoming.values():
             if incoming.wanted is call:
-                return f"{self._names([incoming.rank])} sent {incoming.got} of {len(call.place)} bytes"
+                return f"{self._names([incoming.rank])} sent {incoming.got} of {incoming.size} bytes"
         whom = "nobody" if call.source == ANY_SOURCE else self._names([call.source])
         sent = "sent anything" if call.source == ANY_SOURCE else "did not send anything"
         return f"{whom} {sent} with tag {call.tag}"

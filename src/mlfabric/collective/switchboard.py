@@ -38,6 +38,7 @@ class Switchboard:
         self._urgent: dict[str, deque[bytes]] = {}
         self._order: list[tuple[int, int, Group, int]] = []  # priority, age, group, sequence
         self._age = 0
+        self._dissolved: set[int] = set()
         self._message_turn: set[str] = set()  # peers whose next frame is a message's, if there is one
         self._strays: dict[int, list[tuple[str, FrameHeader, memoryview]]] = {}
         self.woken: set[str] = set()  # peers that something can be sent to now
@@ -77,6 +78,7 @@ class Switchboard:
 
     def dissolve(self, number: int, reason: str) -> None:
         group = self.groups.pop(number, None)
+        self._dissolved.add(number)
         if group is not None:
             group.fail(reason, tell=False)
             self._order = [entry for entry in self._order if entry[2] is not group]
@@ -175,6 +177,8 @@ class Switchboard:
 
     def place(self, peer: str, header: FrameHeader) -> memoryview | None:
         """Where the bytes that follow a header go; None: nowhere, let them pass."""
+        if header.group in self._dissolved:
+            return None
         group = self.groups.get(header.group)
         if header.kind in (FrameKind.PART, FrameKind.RESULT) and group is not None:
             return group.place(header)

@@ -198,6 +198,7 @@ class Engine:
         finally:
             self._close_all()
             self.client.resolve(FailJob(f"{self.name} has left the fabric"))
+            self.client.end_groups(f"{self.name} has left the fabric")
 
     def _turn(self) -> None:
         for key, mask in self._selector.select(self._patience()):
@@ -247,7 +248,8 @@ class Engine:
             if now >= until:
                 self._peer_down(peer, reason)
         if self._linger_until is not None:
-            quiet = not any(c.wants_write() for c in self._connections)
+            # What the kernel still holds would be lost if a peer's bytes are unread when we close.
+            quiet = not any(c.wants_write() or (c.link and c.link.unsent()) for c in self._connections)
             if (quiet and self._said_goodbye) or now >= self._linger_until:
                 self._stopping = True
 
