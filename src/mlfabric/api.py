@@ -305,7 +305,7 @@ def join_with(settings: Settings, roles: tuple[str, ...], timeout: float = 10.0)
     engine = Engine(settings.name, data, log, listen, settings.secret, settings.insecure)
     if settings.embed_scheduler:
         engine.is_scheduler = True
-        engine.node.start_role("scheduler", SchedulerSettings(settings.name))
+        engine.node.start_role("scheduler", SchedulerSettings(settings.name, settings.silence_s))
     else:
         engine.know(leader, settings.scheduler)
     member = MemberInfo(

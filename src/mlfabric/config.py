@@ -38,6 +38,7 @@ class Settings:
     log: Path | None
     insecure: bool
     rack: str | None = None
+    silence_s: float = 3.0  # an embedded scheduler takes a member for lost when it is silent for so long
     mirror: Path | None = None  # a folder where the weights this member leads can be read, even after a kill
 
 

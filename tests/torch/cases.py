@@ -1,4 +1,4 @@
-"""Random collective calls: what every rank brings, the call itself for any backend, and what must come out."""
+"""Random collective calls: what every rank brings, the call for any backend, and what must come out."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ def objects(case: Case, me: int, group: Any, laid: Any) -> list[Any]:
 
 
 def messages(case: Case, me: int, group: Any, laid: Any) -> list[Any]:
-    """Everybody sends to the next rank, with two tags that are received in the other order, and in a batch."""
+    """Everybody sends to the next rank: two tags, received in the other order, a batch, and to any source."""
     if case.size == 1:
         return []
     after, before = (me + 1) % case.size, (me - 1) % case.size
@@ -340,7 +340,122 @@ def messages_wanted(case: Case, me: int) -> list[Any]:
     return [case.tensor((me - 1) % case.size, tag) for tag in range(4)] if case.size > 1 else []
 
 
-REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single", "all_reduce_coalesced")
+def uneven(case: Case) -> list[tuple[int, ...]]:
+    """A shape for each rank."""
+    draw = random.Random(case.seed)
+    return [(draw.choice((0, 1, 5, 70)), 3) for _ in range(case.size)]
+
+
+def all_gather_uneven(case: Case, me: int, group: Any, laid: Any) -> list[Any]:
+    shapes = uneven(case)
+    places = [laid(torch.zeros(shape, dtype=case.dtype)) for shape in shapes]
+    finish(case, dist.all_gather, places, laid(case.tensor(me, 0, shapes[me])), group=group)
+    return places
+
+
+def all_gather_uneven_wanted(case: Case, me: int) -> list[Any]:
+    return [case.tensor(rank, 0, shape) for rank, shape in enumerate(uneven(case))]
+
+
+def reduce_scatter_uneven(case: Case, me: int, group: Any, laid: Any) -> list[Any]:
+    shapes = uneven(case)
+    parts = [laid(case.tensor(me, which, shape)) for which, shape in enumerate(shapes)]
+    place = laid(torch.zeros(shapes[me], dtype=case.dtype))
+    finish(case, dist.reduce_scatter, place, parts, op=reduce_op(case), group=group)
+    return [place]
+
+
+def reduce_scatter_uneven_wanted(case: Case, me: int) -> list[Any]:
+    return [reduced(case, [case.tensor(rank, me, uneven(case)[me]) for rank in range(case.size)])]
+
+
+def all_to_all_list(case: Case, me: int, group: Any, laid: Any) -> list[Any]:
+    rows = splits(case)
+    parts = [laid(case.tensor(me, to, (count, 2))) for to, count in enumerate(rows[me])]
+    places = [laid(torch.zeros((rows[rank][me], 2), dtype=case.dtype)) for rank in range(case.size)]
+    finish(case, dist.all_to_all, places, parts, group=group)
+    return places
+
+
+def all_to_all_list_wanted(case: Case, me: int) -> list[Any]:
+    return [case.tensor(rank, me, (splits(case)[rank][me], 2)) for rank in range(case.size)]
+
+
+def singles_coalesced(case: Case, me: int, group: Any, laid: Any) -> list[Any]:
+    """Several gathers as one call, then several reduce-scatters as one."""
+    places = [torch.zeros((case.size, 4 + which), dtype=case.dtype) for which in range(3)]
+    with dist.distributed_c10d._coalescing_manager(group):
+        for which, place in enumerate(places):
+            mine = case.tensor(me, which, (4 + which,))
+            dist.all_gather_single(place.view(-1), mine, group=group)
+    sums = [torch.zeros(2 + which, dtype=case.dtype) for which in range(2)]
+    with dist.distributed_c10d._coalescing_manager(group, async_ops=True) as calls:
+        for which, total in enumerate(sums):
+            parts = torch.cat([case.tensor(me, 10 + to, (2 + which,)) for to in range(case.size)])
+            dist.reduce_scatter_single(total, parts, op=reduce_op(case), group=group)
+    calls.wait()
+    return [*places, *sums]
+
+
+def singles_coalesced_wanted(case: Case, me: int) -> list[Any]:
+    ranks = range(case.size)
+    gathered = [torch.stack([case.tensor(rank, which, (4 + which,)) for rank in ranks]) for which in range(3)]
+    sums = [reduced(case, [case.tensor(rank, 10 + me, (2 + which,)) for rank in ranks]) for which in range(2)]
+    return [*gathered, *sums]
+
+
+def all_gather_lists(case: Case, me: int, group: Any, laid: Any) -> list[Any]:
+    """The older coalesced form: every rank's list of tensors."""
+    inputs = [laid(case.tensor(me, which, (3, which))) for which in range(3)]
+    places = [
+        [laid(torch.zeros((3, which), dtype=case.dtype)) for which in range(3)] for _ in range(case.size)
+    ]
+    group.allgather_coalesced(places, inputs).wait()
+    return [place for row in places for place in row]
+
+
+def all_gather_lists_wanted(case: Case, me: int) -> list[Any]:
+    return [case.tensor(rank, which, (3, which)) for rank in range(case.size) for which in range(3)]
+
+
+def in_a_batch(case: Case, me: int, group: Any, laid: Any) -> list[Any]:
+    """Different calls between the two ends of a coalescing manager that is given a device."""
+    total, copy = laid(case.tensor(me)), laid(case.tensor(me, 1))
+    opts = dist.AllreduceOptions()
+    opts.reduceOp = reduce_op(case)
+    root = dist.BroadcastOptions()
+    root.rootRank = case.root
+    group._start_coalescing(torch.device("cpu"))
+    group.allreduce([total], opts)
+    group.broadcast([copy], root)
+    group._end_coalescing(torch.device("cpu")).wait()
+    return [total, copy]
+
+
+def in_a_batch_wanted(case: Case, me: int) -> list[Any]:
+    return [*all_reduce_wanted(case, me), case.tensor(case.root, 1)]
+
+
+# Calls that Gloo does not offer, or not in this form.
+OURS = (
+    "objects",
+    "all_gather_uneven",
+    "reduce_scatter_uneven",
+    "all_to_all_list",
+    "singles_coalesced",
+    "all_gather_lists",
+    "in_a_batch",
+)
+REDUCING = (
+    "all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "all_reduce_coalesced",
+    "reduce_scatter_uneven",
+    "singles_coalesced",
+    "in_a_batch",
+)
 CALLS: dict[str, tuple[Any, Any]] = {
     "all_reduce": (all_reduce, all_reduce_wanted),
     "all_reduce_coalesced": (all_reduce_coalesced, all_reduce_coalesced_wanted),
@@ -358,12 +473,18 @@ CALLS: dict[str, tuple[Any, Any]] = {
     "sparse": (sparse, sparse_wanted),
     "objects": (objects, lambda case, me: []),
     "messages": (messages, messages_wanted),
+    "all_gather_uneven": (all_gather_uneven, all_gather_uneven_wanted),
+    "reduce_scatter_uneven": (reduce_scatter_uneven, reduce_scatter_uneven_wanted),
+    "all_to_all_list": (all_to_all_list, all_to_all_list_wanted),
+    "singles_coalesced": (singles_coalesced, singles_coalesced_wanted),
+    "all_gather_lists": (all_gather_lists, all_gather_lists_wanted),
+    "in_a_batch": (in_a_batch, in_a_batch_wanted),
 }
 
 
 def gloo_offers(case: Case) -> bool:
     """Whether Gloo takes the call: it knows fewer types, and crashes on some empty or scalar tensors."""
-    if str(case.dtype).removeprefix("torch.") not in GLOO_TYPES or case.name == "objects":
+    if str(case.dtype).removeprefix("torch.") not in GLOO_TYPES or case.name in OURS:
         return False
     if not case.shape and case.name.startswith(("reduce_scatter", "all_gather_single")):
         return False

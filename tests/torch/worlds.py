@@ -109,6 +109,10 @@ def _answer(read: int, until: float) -> Any:
 
 
 def main() -> None:
+    # What DDP loads when it is first used, every rank would have to load again.
+    import torch._dynamo
+    import torch.utils._sympy.functions  # noqa: F401
+
     from tests.torch import scenarios
 
     for line in sys.stdin:

@@ -43,7 +43,7 @@ from mlfabric.numerics import Vector
 from mlfabric.roles.actions import Action, FailJob, Note
 from mlfabric.runtime.connection import Connection, Receiving, Sending
 from mlfabric.runtime.mesh import Closed, Link, Mesh
-from mlfabric.runtime.pacing import prepare_socket, share_evenly
+from mlfabric.runtime.pacing import notice_death, prepare_socket, share_evenly
 from mlfabric.runtime.trust import NONCE_BYTES, Handshake, Purpose, Refused, encode_refusal
 from mlfabric.wire import (
     MAX_CONTROL_BYTES,
@@ -450,6 +450,7 @@ class Engine:
             connection.pump()  # the handshake's last word goes before anything else
         prepare_socket(connection.sock, bulk=True)
         share_evenly(connection.sock)
+        notice_death(connection.sock)
         connection.link = Link(connection.sock, connection.peer, self.mesh.board)
         self._links[connection.peer] = connection
         self.mesh.add(connection.link)

@@ -3,7 +3,7 @@
 model.register_comm_hook(mlfabric.torch.managed_state(), mlfabric.torch.managed_hook)
 """
 
-from __future__ import annotations
+# No postponed annotations here: DDP looks at those of a hook.
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def managed_state(ranks: list[int] | None = None) -> Any:
     return dist.new_group(ranks, backend="mlfabric", group_desc="mlfabric gradients")
 
 
-def managed_hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def managed_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients over the fabric."""
     group = state if state is not None else dist.group.WORLD
     gradients = bucket.buffer()

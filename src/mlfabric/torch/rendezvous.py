@@ -7,6 +7,7 @@ fresh secret, or with what is wrong. So a rank that is missing or disagrees is n
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import secrets
 import socket
@@ -24,6 +25,8 @@ from mlfabric.torch.errors import CollectiveError, CollectiveTimeoutError
 
 # The others wait so much longer for rank 0's answer than rank 0 waits for them.
 ANSWER_S = 5.0
+# A rank that says nothing for so long, or for the time-out of the job if that is longer, is taken for lost.
+SILENCE_S = 600.0
 
 
 class Presence(msgspec.Struct, frozen=True):
@@ -131,7 +134,10 @@ def _join(address: str, name: str, job: str, size: int, embed: bool, secret: byt
     settings = from_environment(
         address, job=job, name=name, embed_scheduler=embed, secret=secret, expected=size
     )
-    return join_with(settings, ("worker",), timeout=max(until - time.monotonic(), 1.0))
+    left = max(until - time.monotonic(), 1.0)
+    # A script may hold the interpreter for long: silence alone must not end a job. Lost connections do.
+    settings = dataclasses.replace(settings, silence_s=max(left, SILENCE_S))
+    return join_with(settings, ("worker",), timeout=left)
 
 
 def _read(store: Any, key: str, timeout_s: float) -> bytes | None:
