@@ -8,13 +8,18 @@ import hashlib
 import os
 import random
 import signal
+import threading
 import time
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+import torch.distributed._functional_collectives as functional
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import mlfabric.torch
 from tests.torch import cases
@@ -407,3 +412,60 @@ def profiled(rank: int, size: int, folder: str) -> Any:
         dist.barrier()
     dist.destroy_process_group()
     return sorted({event.key for event in profile.key_averages() if event.key.startswith("mlfabric:")})
+
+
+# --- what is built on collectives ----------------------------------------------------------------------
+
+
+def built_upon(rank: int, size: int, folder: str) -> Any:
+    """Parts of torch that make calls of their own, from Python, from C++ and from callbacks."""
+    begin(rank, size, folder)
+    answers: dict[str, Any] = {}
+    world = dist.group.WORLD
+
+    # A hook whose callback waits for another call: it must not wait on the thread that completes it.
+    torch.manual_seed(1)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(32, 32))
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for _ in range(4):
+        model(torch.randn(4, 32)).sum().backward()
+
+    mesh = init_device_mesh("cpu", (size,))
+    sharded = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 8))
+    for module in (*sharded, sharded):
+        fully_shard(module, mesh=mesh)
+    sharded(torch.randn(4, 32)).sum().backward()
+
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+    optimizer.step()
+    weights = model.module.weight.detach().clone()
+    dist.broadcast(weights, 0)
+    answers["zero"] = torch.equal(weights, model.module.weight)
+
+    answers["functional"] = [
+        functional.all_reduce(torch.ones(2), "sum", world).tolist(),
+        functional.all_gather_tensor(torch.full((1,), float(rank)), 0, world).tolist(),
+        functional.reduce_scatter_tensor(torch.ones(size), "sum", 0, world).tolist(),
+    ]
+
+    groups = [dist.new_group(list(range(size))) for _ in range(3)]
+    totals = [torch.full((50_000,), float(number)) for number in range(3)]
+
+    def reduce_often(number: int) -> None:
+        for _ in range(4):
+            dist.all_reduce(totals[number], group=groups[number])
+            totals[number] /= size
+
+    threads = [threading.Thread(target=reduce_often, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    answers["threads"] = [total[7].item() for total in totals]
+    for group in groups:
+        dist.destroy_process_group(group)
+    works = [dist.all_reduce(torch.ones(100 * (index % 5)), async_op=True) for index in range(60)]
+    answers["many"] = all(work.wait() for work in works)
+    dist.destroy_process_group()
+    return answers

@@ -34,3 +34,12 @@ def test_the_hook_serves_a_job_on_another_backend(worlds: Worlds) -> None:
     assert len({hooked["digest"] for hooked, _ in answers}) == 1
     for hooked, plain in answers:
         assert hooked["losses"] == pytest.approx(plain["losses"], rel=1e-4)
+
+
+def test_what_torch_builds_on_collectives_works(worlds: Worlds) -> None:
+    size = 2
+    for answer in worlds.check("built_upon", size):
+        assert answer["zero"]
+        assert answer["functional"] == [[2.0, 2.0], [0.0, 1.0], [2.0]]
+        assert answer["threads"] == [0.0, 1.0, 2.0]
+        assert answer["many"]

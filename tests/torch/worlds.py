@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import traceback
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,27 @@ class Worlds:
         self._process.stdin.close()
         self._process.wait(10)
         self._process.stdout.close()
+
+
+def torchrun(folder: Path, ranks: int, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run a script as a user would whose package is installed: torch finds the backend by its entry point."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    points = project["entry-points"]["torch.backends"]
+    info = folder / "mlfabric_of_test-0.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mlfabric-of-test\nVersion: 0.0\n")
+    lines = "".join(f"{name} = {where}\n" for name, where in points.items())
+    (info / "entry_points.txt").write_text(f"[torch.backends]\n{lines}")
+    paths = os.pathsep.join([str(folder), str(ROOT / "src")])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.run(
+        [*launcher, *command],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
 
 
 def failed(answer: Any) -> bool:

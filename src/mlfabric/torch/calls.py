@@ -59,12 +59,34 @@ class Calls(dist.ProcessGroup):  # type: ignore[misc]
         self._sequence = {False: 0, True: 0}
         self._coalescing: list[FabricWork] | None = None
         self._closed = ""
+        self._torch_name = name
+        self._description = ""
 
     def __repr__(self) -> str:
         return f"<FabricProcessGroup {self._label}: rank {self._me} of {self._count}>"
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "mlfabric"
+
+    # torch keeps names with the backends of a group; a group in Python has to keep its own.
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's names
+        self._torch_name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._torch_name
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self._description = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    def getSize(self) -> int:  # noqa: N802
+        return self._count
+
+    def getRank(self) -> int:  # noqa: N802
+        return self._me
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
