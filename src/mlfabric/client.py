@@ -150,7 +150,7 @@ class Client:
         return self._ask("join", "member", JoinRequested())
 
     def leave(self) -> None:
-        self._post("member", LeaveRequested(), lambda: None)
+        self._post("member", LeaveRequested(), self._board.farewell)
 
     def publish(
         self,

@@ -169,3 +169,28 @@ def test_a_call_says_whom_it_waits_for() -> None:
     assert group.mailbox.describe(wanted) == "rank 1 (n1) did not send anything with tag 4"
     assert group.mailbox.describe(sending) == "rank 1 (n1) did not receive the message with tag 9"
     assert group.mailbox.describe(anybody) == "nobody sent anything with tag 4"
+
+
+def test_a_receive_from_anybody_outlives_those_who_leave_in_order() -> None:
+    wires = Wires(3, 0)
+    wires.form()
+    place, heard = receive(wires, 0, ANY_SOURCE, 0, 3)
+    wires.boards["n1"].farewell()
+    wires.run()
+    assert not heard
+    send(wires, 2, 0, 0, b"two")
+    wires.run()
+    assert (bytes(place), heard) == (b"two", [(None, 2)])
+    _, from_it = receive(wires, 2, 1, 0, 3)
+    assert from_it[0][0] == "group test: rank 1 (n1) has left"
+
+
+def test_a_second_rank_that_is_lost_is_noticed_too() -> None:
+    wires = Wires(3, 0)
+    wires.form()
+    _, heard = receive(wires, 0, 2, 0, 3)
+    wires.boards["n1"].farewell()
+    wires.run()
+    assert not heard
+    wires.lose("n2")
+    assert "rank 2 (n2) was lost" in str(heard[0][0])

@@ -32,6 +32,7 @@ class FrameKind(IntEnum):
     OFFER = 6  # a message for a receiver that has not asked yet; its bytes follow on request
     ACCEPT = 7  # the receiver of an offered message has a place for it
     MESSAGE = 8  # the bytes of an accepted message, or a small one unasked
+    LEFT = 9  # the sender is in the group no more; all it had to send came before
 
 
 class FrameHeader(NamedTuple):
@@ -93,6 +94,7 @@ _LONGEST: Final = dict.fromkeys(FrameKind, MAX_CHUNK_BYTES) | {
     FrameKind.CREDIT: 0,
     FrameKind.OFFER: 0,
     FrameKind.ACCEPT: 0,
+    FrameKind.LEFT: 0,
 }
 
 

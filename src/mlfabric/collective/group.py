@@ -23,7 +23,7 @@ from mlfabric.collective.frames import (
     encode_announcement,
     pack_header,
 )
-from mlfabric.collective.mailbox import Mailbox
+from mlfabric.collective.mailbox import ANY_SOURCE, Mailbox
 from mlfabric.collective.operations import EAGER_BYTES, Operation, window_for
 from mlfabric.collective.routes import Shares, equal_shares
 from mlfabric.wire import WireError
@@ -78,7 +78,8 @@ class Group:
         self._ahead_bytes = 0
         self._plans: dict[int, Shares] = {0: equal_shares(len(nodes))}
         self._came = [0] * len(nodes)  # the first operation that each has not come to
-        self._gone: tuple[int, str] | None = None  # somebody left: nothing new can begin
+        self._gone: dict[int, str] = {}  # who is gone, and how
+        self._left: set[int] = set()  # those of them who left in order
         self.mailbox = Mailbox(number, rank, len(nodes), urgent, self.fail, self._names)
 
     def __repr__(self) -> str:
@@ -109,10 +110,15 @@ class Group:
         self._start_waiting()
         return sequence
 
-    def ended(self) -> bool:
-        """Whether nothing can begin any more; `broken` says why."""
-        if self._gone is not None:
-            self.fail(self._gone[1])
+    def ended(self, peer: int | None = None) -> bool:
+        """Whether nothing can begin any more; `broken` says why.
+
+        Messages to a `peer` can, as long as it is here and those who are not left in order.
+        """
+        for rank, reason in self._gone.items():
+            alone = peer == ANY_SOURCE and len(self._gone) == self.size - 1
+            if peer is None or rank not in self._left or peer == rank or alone:
+                self.fail(reason)
         return self.broken is not None
 
     def _start_waiting(self) -> None:
@@ -174,9 +180,10 @@ class Group:
         early, running.early = running.early, []
         for rank, header, payload in early:
             self._take(running, running.exchange, rank, header, payload)
-        if self._gone is not None and running.exchange.needs(self._gone[0]):
-            self.fail(self._gone[1])
-            return
+        for gone, reason in self._gone.items():
+            if running.exchange.needs(gone):
+                self.fail(reason)
+                return
         self._look(running)
 
     def _take(
@@ -267,17 +274,28 @@ class Group:
 
     # --- trouble ----------------------------------------------------------------------------------------
 
-    def lost(self, rank: int, reason: str) -> None:
+    def lost(self, rank: int, reason: str, orderly: bool = False) -> None:
         """A rank is gone. What needs nothing of it any more goes on to its end; nothing new begins."""
-        if self.broken is not None or self._gone is not None:
+        if self.broken is not None or rank in self._gone:
             return
-        self._gone = rank, f"{self.title}: {self._names([rank])} was lost: {reason}"
+        how = "has left" if orderly else f"was lost: {reason}"
+        if orderly:
+            self._left.add(rank)
+        self._gone[rank] = f"{self.title}: {self._names([rank])} {how}"
         needed = any(
             rank not in running.announced if running.exchange is None else running.exchange.needs(rank)
             for running in self.running.values()
         )
-        if needed or self._waiting or self.mailbox.needs(rank):
-            self.fail(self._gone[1])
+        # A receive from anybody may still be served by those who are here, if nothing went wrong.
+        alone = not orderly or len(self._gone) == self.size - 1
+        if needed or self._waiting or self.mailbox.needs(rank, alone):
+            self.fail(self._gone[rank])
+
+    def farewell(self) -> None:
+        """Tell all others that we leave."""
+        for rank in range(self.size):
+            if rank != self.rank and rank not in self._gone:
+                self._urgent(rank, pack_header(FrameKind.LEFT, self.number, 0))
 
     def fail(self, reason: str, tell: bool = True) -> None:
         """No operation of this group can be trusted any more: end all with the reason."""

@@ -228,12 +228,14 @@ class Mailbox:
 
     # --- trouble ----------------------------------------------------------------------------------------
 
-    def needs(self, rank: int) -> bool:
-        """Whether a call waits for a rank."""
+    def needs(self, rank: int, anybody: bool) -> bool:
+        """Whether a call waits for a rank; `anybody`: those that take what comes count too."""
         return (
             any(to == rank for to, _ in self._offered)
             or any(source == rank for source, _ in self._incoming)
-            or any(wanted.source in (rank, ANY_SOURCE) for wanted in self._wanted)
+            or any(
+                wanted.source == rank or (anybody and wanted.source == ANY_SOURCE) for wanted in self._wanted
+            )
         )
 
     def end(self, reason: str) -> None:

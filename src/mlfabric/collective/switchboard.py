@@ -76,10 +76,17 @@ class Switchboard:
                 )
             )
 
+    def farewell(self) -> None:
+        """This node is about to leave all of its groups."""
+        for group in self.groups.values():
+            group.farewell()
+
     def dissolve(self, number: int, reason: str) -> None:
+        """Leave a group."""
         group = self.groups.pop(number, None)
         self._dissolved.add(number)
         if group is not None:
+            group.farewell()
             group.fail(reason, tell=False)
             self._order = [entry for entry in self._order if entry[2] is not group]
 
@@ -91,7 +98,7 @@ class Switchboard:
 
     def send(self, group: Group, to: int, tag: int, payload: memoryview, done: Done) -> Outgoing | None:
         """Send a message to a rank; None: the group is over, `done` has heard why."""
-        if group.ended():
+        if group.ended(to):
             done(group.broken)
             return None
         sending = group.mailbox.send(to, tag, payload, done)
@@ -101,7 +108,7 @@ class Switchboard:
     def receive(
         self, group: Group, source: int, tag: int, place: memoryview, done: Received
     ) -> Wanted | None:
-        if group.ended():
+        if group.ended(source):
             done(group.broken, -1)
             return None
         wanted = group.mailbox.receive(source, tag, place, done)
@@ -212,6 +219,8 @@ class Switchboard:
                     group.mailbox.received(rank, header, payload)
             case FrameKind.ANNOUNCE:
                 group.announced(rank, header.sequence, decode_announcement(payload))
+            case FrameKind.LEFT:
+                group.lost(rank, "", orderly=True)
             case FrameKind.FAILED:
                 group.fail(bytes(payload).decode("utf-8", "replace"), tell=False)
         self._follow(group, before)

@@ -170,7 +170,7 @@ class Calls(dist.ProcessGroup):  # type: ignore[misc]
             error = done.exception()
             record.end(None if error is None else str(error))
             if error is not None and TIMED_OUT in str(error):
-                session.pool.submit(session.recorder.dump, str(error))
+                session.later(session.recorder.dump, str(error))
 
         ended.add_done_callback(note)
 
@@ -179,7 +179,7 @@ class Calls(dist.ProcessGroup):  # type: ignore[misc]
 
         session.deadlines.watch(limit, call.answer, lambda: session.give_up(call, words))
         work = FabricWork(
-            ended, record.title, results, session.pool, lambda: session.engine.waiting_for(call)
+            ended, record.title, results, session.later, lambda: session.engine.waiting_for(call)
         )
         if self._coalescing is not None:
             self._coalescing.append(work)
@@ -221,7 +221,7 @@ class Calls(dist.ProcessGroup):  # type: ignore[misc]
             work._ended.add_done_callback(one)
         tensors = [tensor for work in works for tensor in work._tensors]
         return FabricWork(
-            ended, lambda: f"{len(works)} calls", tensors, self._session.pool, lambda: "one of them waits"
+            ended, lambda: f"{len(works)} calls", tensors, self._session.later, lambda: "one of them waits"
         )
 
     # --- the end ----------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def _then(answer: Future[Any], session: Session, finish: Callable[[], None]) -> 
         if error is not None:
             ended.set_exception(error)
         else:
-            session.pool.submit(run, done.result())
+            session.later(run, done.result())
 
     answer.add_done_callback(arrived)
     return ended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ class Session:
         self.client.groups_outlive_job = True
         self.ranks = tuple(ranks)
         self.recorder = recorder
-        self.pool = ThreadPoolExecutor(POOL_THREADS, thread_name_prefix="mlfabric-torch")
+        self._pool = ThreadPoolExecutor(POOL_THREADS, thread_name_prefix="mlfabric-torch")
         self.deadlines = Deadlines()
         self.coalescing_lock = threading.Lock()
         self._closed = False
@@ -39,6 +40,11 @@ class Session:
     @property
     def closed(self) -> bool:
         return self._closed
+
+    def later(self, do: Callable[..., Any], *arguments: Any) -> None:
+        """Have something done off the engine's thread; not when the interpreter is about to end."""
+        with contextlib.suppress(RuntimeError):
+            self._pool.submit(do, *arguments)
 
     def give_up(self, call: OperationCall, words: Callable[[str], str]) -> None:
         """A call took too long: end it on all ranks."""
@@ -52,7 +58,7 @@ class Session:
         atexit.unregister(self.close)
         self.deadlines.close()
         self.fabric.close()
-        self.pool.shutdown(wait=False)
+        self._pool.shutdown(wait=False)
 
 
 _world: Session | None = None

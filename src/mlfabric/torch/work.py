@@ -11,7 +11,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 from typing import Any
@@ -42,14 +42,14 @@ class FabricWork(dist.Work):  # type: ignore[misc]
         ended: Future[Any],
         title: Callable[[], str],
         tensors: Sequence[Any],
-        pool: ThreadPoolExecutor,
+        later: Callable[..., None],
         waiting_for: Callable[[], str],
     ) -> None:
         super().__init__()
         self._ended = ended
         self._title = title
         self._tensors = list(tensors)
-        self._pool = pool
+        self._later = later
         self._waiting_for = waiting_for
         self._future: torch.futures.Future[Any] | None = None
         self._lock = threading.Lock()
@@ -111,7 +111,7 @@ class FabricWork(dist.Work):  # type: ignore[misc]
 
         def ended(_: Future[Any]) -> None:
             # What hangs on the future may take long, or wait for another call: not on the engine's thread.
-            self._pool.submit(raw.set_result, self._tensors)
+            self._later(raw.set_result, self._tensors)
 
         if self._ended.done():
             raw.set_result(self._tensors)
