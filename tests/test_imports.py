@@ -48,6 +48,7 @@ SHELLS = {
     "demo": "a program of its own",
     "lab": "real hosts and processes",
     "traffic": "its live meter reads an interface",
+    "torch": "finds an address of its host, and completes torch's futures",
 }
 SHELL_ONLY = frozenset({"socket", "selectors", "threading"})
 

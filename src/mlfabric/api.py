@@ -374,7 +374,9 @@ def join_with(settings: Settings, roles: tuple[str, ...], timeout: float = 10.0)
     engine = Engine(settings.name, data, log, listen, settings.secret, settings.insecure, tls=tls)
     engine.job = settings.job
     if settings.embed_scheduler:
-        engine.node.start_role("scheduler", SchedulerSettings(settings.name))
+        engine.node.start_role(
+            "scheduler", SchedulerSettings(settings.name, least_lease_s=settings.least_lease_s)
+        )
     else:
         engine.know(leader, found.address)
     member = MemberInfo(

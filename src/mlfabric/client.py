@@ -17,6 +17,7 @@ import numpy as np
 
 from mlfabric.codecs import ErrorFeedback, find_codec
 from mlfabric.collective.arithmetic import numpy_combine
+from mlfabric.collective.mailbox import Outgoing, Wanted
 from mlfabric.collective.operations import Operation, all_reduce
 from mlfabric.collective.switchboard import Switchboard
 from mlfabric.data import WIRE_DTYPES
@@ -100,12 +101,21 @@ class GroupHandle:
 
 
 class OperationCall:
-    """A collective call: its answer, and whom it waits for."""
+    """A call in a group: its answer, and whom it waits for."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: str = "") -> None:
         self.answer: Answer = Future()
-        self.group = ""
+        self.group = group
         self.sequence = -1  # not yet in its group
+        self.message: Outgoing | Wanted | None = None
+
+    def end(self, error: str | None, value: Any = None) -> None:
+        if self.answer.done():
+            return  # it was given up
+        if error is None:
+            self.answer.set_result(value)
+        else:
+            self.answer.set_exception(FabricError(error))
 
 
 class Client:
@@ -136,6 +146,8 @@ class Client:
         self._feedback: ErrorFeedback | None = None
         self.refused: str | None = None  # new calls, while what is pending goes on
         self.gone = threading.Event()  # nothing more will come
+        # Groups need no scheduler once they are formed; with this set they outlive it.
+        self.groups_outlive_job = False
         self.lost: list[str] = []
         self.rule_spec = RuleSpec("Sum")
 
@@ -145,7 +157,7 @@ class Client:
         return self._ask("join", "member", JoinRequested())
 
     def leave(self) -> None:
-        self._post("member", LeaveRequested(), lambda: None)
+        self._post("member", LeaveRequested(), self._board.farewell)
 
     def drain(self) -> None:
         self._post("member", DrainRequested(), lambda: None)
@@ -224,22 +236,25 @@ class Client:
         return self.collective("", (), make)
 
     def collective(
-        self, group: str, nodes: tuple[str, ...], make: Callable[[int, int], Operation]
+        self,
+        group: str,
+        nodes: tuple[str, ...],
+        make: Callable[[int, int], Operation],
+        form_again: bool = True,
     ) -> OperationCall:
-        """Begin the operation `make(rank, size)` in a group, which is formed if it has to be."""
-        call = OperationCall()
-        call.group = group
+        """Begin the operation `make(rank, size)` in a group, which is formed if it has to be.
+
+        After an error the next call finds a new group, unless told not to.
+        """
+        call = OperationCall(group)
 
         def use(handle: GroupHandle) -> None:
             held = self._board.groups[handle.number]
 
             def done(error: str | None) -> None:
-                if error is None:
-                    call.answer.set_result(None)
-                    return
-                if self._groups.get(group) is handle:  # the next call has to find a new group
+                if error is not None and form_again and self._groups.get(group) is handle:
                     del self._groups[group]
-                call.answer.set_exception(FabricError(error))
+                call.end(error)
 
             try:
                 operation = make(handle.rank, handle.size)
@@ -251,6 +266,54 @@ class Client:
         self._in_group(group, nodes, use, call.answer)
         return call
 
+    def send(
+        self, group: str, nodes: tuple[str, ...], to: int, tag: int, payload: memoryview
+    ) -> OperationCall:
+        """Send a message to a rank of a group; over when the bytes are on their way."""
+        call = OperationCall(group)
+
+        def use(handle: GroupHandle) -> None:
+            held = self._board.groups[handle.number]
+            call.message = self._board.send(held, to, tag, payload, call.end)
+
+        self._in_group(group, nodes, use, call.answer)
+        return call
+
+    def receive(
+        self, group: str, nodes: tuple[str, ...], source: int, tag: int, place: memoryview
+    ) -> OperationCall:
+        """Receive a message from a rank of a group, or from any (-1); the answer is the sender's rank."""
+        call = OperationCall(group)
+
+        def use(handle: GroupHandle) -> None:
+            held = self._board.groups[handle.number]
+            call.message = self._board.receive(held, source, tag, place, call.end)
+
+        self._in_group(group, nodes, use, call.answer)
+        return call
+
+    def give_up(self, call: OperationCall, words: Callable[[str], str]) -> None:
+        """End a call that takes too long, and with it its group, everywhere; on the node's own thread."""
+        if call.answer.done():
+            return
+        reason = words(self.waiting_for(call))
+        self.break_group(call.group, reason)
+        call.end(reason)
+
+    def break_group(self, name: str, reason: str) -> None:
+        """End all that runs or waits in a group, on every rank; on the node's own thread."""
+        handle = self._groups.get(name)
+        if handle is not None:
+            self._board.groups[handle.number].fail(reason)
+        else:
+            self._group_formed(ResolveGroup(name, 0, (), reason))
+
+    def leave_group(self, name: str) -> None:
+        """Be in a group no more; on the node's own thread."""
+        handle = self._groups.pop(name, None)
+        if handle is not None:
+            self._board.dissolve(handle.number, f"group {name} was left")
+
     def group(self, name: str, nodes: tuple[str, ...]) -> Answer:
         """Be in a group; the answer is its handle."""
         answer: Answer = Future()
@@ -261,7 +324,7 @@ class Client:
         self, name: str, nodes: tuple[str, ...], use: Callable[[GroupHandle], None], answer: Answer
     ) -> None:
         def do() -> None:
-            if self.failed is not None:
+            if self.failed is not None and not (self.groups_outlive_job and name in self._groups):
                 answer.set_exception(FabricError(self.failed))
             elif name in self._groups:
                 use(self._groups[name])
@@ -278,7 +341,8 @@ class Client:
         uses = self._uses.pop(action.name, [])
         if action.error is not None:
             for _, answer in uses:
-                answer.set_exception(FabricError(action.error))
+                if not answer.done():
+                    answer.set_exception(FabricError(action.error))
             return
         rank = action.nodes.index(self._node.name)
         handle = GroupHandle(action.number, action.name, action.nodes, rank)
@@ -292,6 +356,8 @@ class Client:
         if handle is None:
             missing = self._missing.get(call.group)
             return f"{', '.join(missing)} did not come" if missing else "its group is not formed yet"
+        if call.message is not None:
+            return self._board.groups[handle.number].mailbox.describe(call.message)
         return self._board.groups[handle.number].describe(call.sequence)
 
     def _known_layout(self) -> Layout:
@@ -354,8 +420,8 @@ class Client:
             case FailJob(reason=reason):
                 self.failed = self.failed or reason
                 self.gone.set()
-                for group in self._board.groups.values():
-                    group.fail(reason, tell=False)
+                if not self.groups_outlive_job:
+                    self.end_groups(reason)
                 for name in list(self._uses):
                     self._group_formed(ResolveGroup(name, 0, (), reason))
                 for key in list(self._answers):
@@ -366,6 +432,10 @@ class Client:
         if self._feedback is not None:
             with self._lock:
                 self._feedback.settle(update, applied)
+
+    def end_groups(self, reason: str) -> None:
+        for group in self._board.groups.values():
+            group.fail(reason, tell=False)
 
     def _pulled(self, pull: str, versions: tuple[Version, ...], error: str | None) -> None:
         if error is not None:

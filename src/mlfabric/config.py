@@ -9,6 +9,7 @@ import ipaddress
 import os
 import re
 import socket
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ class Settings:
     rates_guessed: bool = False
     tls: Path | None = None  # a folder with this host's certificate
     listen: tuple[str, int] | None = None  # where this member listens; None: found by the route
+    least_lease_s: float = 0.0  # an embedded scheduler never takes shorter silence for death
     mirror: Path | None = None  # a folder where the weights this member leads can be read, even after a kill
 
 
@@ -92,6 +94,30 @@ def from_environment(
         insecure=insecure if insecure is not None else env.get("MLFABRIC_INSECURE") == "1",
         rack=env.get("MLFABRIC_RACK"),
         rates_guessed=all(r is None for r in (up, down, env.get("MLFABRIC_UP"), env.get("MLFABRIC_DOWN"))),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TorchSettings:
+    """What only the process-group backend asks of the environment."""
+
+    secret: bytes  # empty: the first rank draws one and puts it into the store
+    address: str | None  # where the first rank listens, if told
+    scheduler: str | None  # a standalone scheduler to use instead of an embedded one
+    dump_prefix: str  # where the record of recent operations goes after a time-out; the rank is appended
+    record_entries: int  # operations remembered for it
+
+
+def torch_settings(environment: Mapping[str, str] | None = None) -> TorchSettings:
+    env = os.environ if environment is None else environment
+    default = str(Path(tempfile.gettempdir()) / "mlfabric_trace_rank_")
+    entries = _whole(env, "TORCH_FR_BUFFER_SIZE")
+    return TorchSettings(
+        _secret(None, env),
+        env.get("MLFABRIC_ADDRESS"),
+        env.get("MLFABRIC_SCHEDULER"),
+        env.get("MLFABRIC_DUMP_FILE") or env.get("TORCH_FR_DUMP_TEMP_FILE") or default,
+        entries if entries is not None and entries > 0 else 2000,
     )
 
 

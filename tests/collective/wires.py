@@ -25,6 +25,7 @@ class Wires:
         self._flying: dict[tuple[str, str], deque[tuple[FrameHeader, bytes]]] = {}
         self._landing: dict[tuple[str, str], tuple[FrameHeader, bytes, memoryview | None]] = {}
         self.frames = 0
+        self.payload_bytes = dict.fromkeys(self.names, 0)
 
     def form(self, number: int = 1, names: tuple[str, ...] | None = None) -> None:
         for name in names or self.names:
@@ -58,6 +59,7 @@ class Wires:
             return
         self.frames += 1
         payload = bytes(frame.payload) if frame.payload is not None else frame.head[HEADER_BYTES:]
+        self.payload_bytes[source] += len(payload)
         self._flying.setdefault((source, target), deque()).append((unpack_header(frame.head), payload))
         board.sent(frame)
 
@@ -81,6 +83,15 @@ class Wires:
             self._random.choice(moves)()
             if steps is not None:
                 steps -= 1
+
+    def deliver(self, name: str) -> None:
+        """Carry all that a node has sent to where it goes."""
+        for source, target in [pair for pair in (*self._flying, *self._landing) if pair[0] == name]:
+            while (source, target) in self._landing or self._flying.get((source, target)):
+                if (source, target) in self._landing:
+                    self._land(source, target)
+                else:
+                    self._open(source, target)
 
     def lose(self, name: str) -> None:
         """A node is gone, with all that was on its way to and from it."""

@@ -40,9 +40,10 @@ def numpy_combine(combine: str, dtype: str, size: int) -> Combine:
 
     def run(parts: list[memoryview], own: int, out: memoryview, last: bool) -> None:
         total = np.frombuffer(out, kind)
-        fold(ufunc, [np.frombuffer(part, kind) for part in parts], own, total)
-        if average and last:
-            np.divide(total, size, out=total)
+        with np.errstate(all="ignore"):  # what overflows is the caller's matter, and in every rank's result
+            fold(ufunc, [np.frombuffer(part, kind) for part in parts], own, total)
+            if average and last:
+                np.divide(total, size, out=total)
 
     return run
 

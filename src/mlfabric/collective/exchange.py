@@ -8,7 +8,7 @@ keeps the flows of an operation abreast of each other, without a message of its 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -51,14 +51,15 @@ class Pending:
     kind: FrameKind
     chunk: Chunk
     payload: memoryview
+    to: int
 
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """A rank's memory for an operation, by block; None where the block is not ours to read or to hold."""
+    """A rank's memory for an operation, by block, as far as the block is ours to read or to hold."""
 
-    sources: tuple[memoryview | None, ...]
-    targets: tuple[memoryview | None, ...]
+    sources: Mapping[int, memoryview]  # what we add
+    targets: Mapping[int, memoryview]  # where results end up, and what results are sent from
 
 
 class Exchange:
@@ -82,6 +83,7 @@ class Exchange:
         self._pushes: dict[int, deque[Chunk]] = {}
         self._results: dict[int, deque[Chunk]] = {}
         self._unanswered: dict[int, int] = {}  # bytes of parts sent, by parent
+        self._unsent: dict[int, int] = {}  # frames to send, by rank
         self._result_turn: set[int] = set()
         self._staging = staging
         self.to_send = 0  # frames
@@ -94,6 +96,10 @@ class Exchange:
     @property
     def done(self) -> bool:
         return not self.to_send and not self.to_receive
+
+    def needs(self, rank: int) -> bool:
+        """Whether anything has still to go to or to come from a rank."""
+        return bool(self._unsent.get(rank)) or rank in self.waits_for()
 
     def waits_for(self) -> dict[int, int]:
         """Bytes still to come, by the rank that owes them."""
@@ -113,7 +119,10 @@ class Exchange:
                 segment.block, start, min(start + chunk_bytes, segment.stop), route, len(route.children)
             )
             self._chunks[segment.block, start] = chunk
-            self.to_send += (route.parent >= 0) + len(route.forward)
+            for rank in (route.parent, *route.forward):
+                if rank >= 0:
+                    self.to_send += 1
+                    self._unsent[rank] = self._unsent.get(rank, 0) + 1
             self.to_receive += len(route.children) + (route.source >= 0)
             if not route.children:
                 self._gathered(chunk)
@@ -131,7 +140,7 @@ class Exchange:
         if results and (rank in self._result_turn or not pushes):
             self._result_turn.discard(rank)
             chunk = results.popleft()
-            return Pending(FrameKind.RESULT, chunk, self._held(self._buffers.targets, chunk))
+            return Pending(FrameKind.RESULT, chunk, self._held(self._buffers.targets, chunk), rank)
         if not pushes:
             return None
         self._result_turn.add(rank)
@@ -141,15 +150,21 @@ class Exchange:
         payload = chunk.partial
         if payload is None:
             payload = self._held(self._buffers.sources, chunk)
-        return Pending(FrameKind.PART, chunk, payload)
+        return Pending(FrameKind.PART, chunk, payload, rank)
 
     def frame_sent(self, pending: Pending) -> None:
         self.to_send -= 1
+        self._unsent[pending.to] -= 1
         if pending.kind is FrameKind.PART and pending.chunk.partial is not None:
             self._staging.give(pending.chunk.partial)
             pending.chunk.partial = None
 
     # --- receiving --------------------------------------------------------------------------------------
+
+    def is_at(self, header: FrameHeader, payload: memoryview) -> bool:
+        """Whether the bytes of a result are where they belong already."""
+        target = self._buffers.targets.get(header.block)
+        return target is None or payload.obj is target.obj
 
     def place(self, header: FrameHeader) -> memoryview:
         """Where the bytes of a frame go."""
@@ -181,7 +196,7 @@ class Exchange:
         if rank != chunk.route.source or chunk.has_result:
             raise WireError(f"rank {rank} sent a result of bytes {chunk.start} that nobody asked it for")
         self.to_receive -= 1
-        if chunk.route.parent >= 0:
+        if chunk.route.parent >= 0 and not self._answers:
             self._answered(chunk.route.parent, chunk.stop - chunk.start)
         self._spread(chunk)
 
@@ -236,8 +251,8 @@ class Exchange:
             )
         return chunk
 
-    def _held(self, blocks: tuple[memoryview | None, ...], chunk: Chunk) -> memoryview:
-        view = blocks[chunk.block]
+    def _held(self, blocks: Mapping[int, memoryview], chunk: Chunk) -> memoryview:
+        view = blocks.get(chunk.block)
         if view is None:
             raise WireError(f"block {chunk.block} is not here")
         return view[chunk.start : chunk.stop]

@@ -33,6 +33,7 @@ class FrameKind(IntEnum):
     OFFER = 6  # a message for a receiver that has not asked yet; its bytes follow on request
     ACCEPT = 7  # the receiver of an offered message has a place for it
     MESSAGE = 8  # the bytes of an accepted message, or a small one unasked
+    LEFT = 9  # the sender is in the group no more; all it had to send came before
 
 
 class FrameHeader(NamedTuple):
@@ -45,8 +46,16 @@ class FrameHeader(NamedTuple):
     pressed: bool = False  # bytes wait at the sender for this receiver alone
 
 
+class Sizes(IntEnum):
+    """How the sizes that ranks announce have to fit together."""
+
+    SAME = 0  # everybody's are the same
+    PAIRS = 1  # first what we send to each rank, then what we expect from each: both ends must agree
+    OWN = 2  # each has its own, and the others take what comes
+
+
 class Announcement(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank brings to an operation; all must agree in everything but the plan."""
+    """What a rank brings to an operation; all must agree in everything but the plan, and as `sizes` says."""
 
     operation: str
     dtype: str
@@ -54,12 +63,20 @@ class Announcement(msgspec.Struct, frozen=True, array_like=True):
     root: int
     elements: tuple[int, ...]  # by block
     plan: int = 0
+    sizes: Sizes = Sizes.SAME
+    mistake: str = ""  # why this call can't be carried out; all is well if everybody made the same one
 
     def describe(self) -> str:
-        count = sum(self.elements)
+        if not self.dtype:
+            return self.operation
+        what = f"{sum(self.elements)} elements"
+        if self.sizes is Sizes.PAIRS:
+            half = len(self.elements) // 2
+            what = f"{list(self.elements[:half])} elements for {list(self.elements[half:])}"
         detail = f" by {self.combine}" if self.combine else ""
         towards = f" with root {self.root}" if self.root >= 0 else ""
-        return f"{self.operation} of {count} elements of {self.dtype}{detail}{towards}"
+        wrong = f" ({self.mistake})" if self.mistake else ""
+        return f"{self.operation} of {what} of {self.dtype}{detail}{towards}{wrong}"
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -84,7 +101,9 @@ _LONGEST: Final = dict.fromkeys(FrameKind, MAX_CHUNK_BYTES) | {
     FrameKind.ANNOUNCE: MAX_ANNOUNCEMENT_BYTES,
     FrameKind.FAILED: MAX_ANNOUNCEMENT_BYTES,
     FrameKind.CREDIT: 0,
+    FrameKind.OFFER: 0,
     FrameKind.ACCEPT: 0,
+    FrameKind.LEFT: 0,
 }
 
 

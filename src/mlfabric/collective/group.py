@@ -12,23 +12,27 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from mlfabric.collective.exchange import Exchange, Pending
 from mlfabric.collective.frames import (
     Announcement,
     FrameHeader,
     FrameKind,
+    Sizes,
     encode_announcement,
     pack_header,
 )
-from mlfabric.collective.operations import Operation, window_for
+from mlfabric.collective.mailbox import ANY_SOURCE, Mailbox
+from mlfabric.collective.operations import EAGER_BYTES, Operation, window_for
 from mlfabric.collective.routes import Shares, equal_shares
 from mlfabric.collective.staging import Staging
 from mlfabric.wire import WireError
 
 # Operations of one group that run at the same time; the next ones wait their turn.
 IN_FLIGHT = 3
-# Bytes that may come for operations we have not been called for yet, per group.
-AHEAD_BYTES = 64 * 2**20
+# Eager operations that may begin before the slowest rank has come to the first of them.
+EAGER_AHEAD = 16
 
 Done = Callable[[str | None], None]
 
@@ -84,6 +88,10 @@ class Group:
         self._ahead: dict[int, Ahead] = {}
         self._ahead_bytes = 0
         self._plans: dict[int, Shares] = {0: equal_shares(len(nodes))}
+        self._came = [0] * len(nodes)  # the first operation that each has not come to
+        self._gone: dict[int, str] = {}  # who is gone, and how
+        self._left: set[int] = set()  # those of them who left in order
+        self.mailbox = Mailbox(number, rank, len(nodes), urgent, self.fail, self._names)
 
     def __repr__(self) -> str:
         return f"<Group {self.name} of {len(self.nodes)}, {len(self.running)} running, next {self._next}>"
@@ -109,12 +117,23 @@ class Group:
             return [self.post(each, done) for each in operation.rounds][-1]
         sequence = self._next
         self._next += 1
-        if self.broken is not None:
+        if self.ended():
             done(self.broken)
             return sequence
         self._waiting.append((sequence, operation, done))
         self._start_waiting()
         return sequence
+
+    def ended(self, peer: int | None = None) -> bool:
+        """Whether nothing can begin any more; `broken` says why.
+
+        Messages to a `peer` can, as long as it is here and those who are not left in order.
+        """
+        for rank, reason in self._gone.items():
+            alone = peer == ANY_SOURCE and len(self._gone) == self.size - 1
+            if peer is None or rank not in self._left or peer == rank or alone:
+                self.fail(reason)
+        return self.broken is not None
 
     def _start_waiting(self) -> None:
         while self._waiting and len(self.running) < IN_FLIGHT and self.broken is None:
@@ -126,7 +145,7 @@ class Group:
         newest = max(self._plans)
         mine = operation.announcement
         if newest:
-            mine = Announcement(mine.operation, mine.dtype, mine.combine, mine.root, mine.elements, newest)
+            mine = msgspec.structs.replace(mine, plan=newest)
         running = Running(sequence, operation, done, ahead.announced, newest, ahead.frames)
         self.running[sequence] = running
         self.changed = True
@@ -137,8 +156,13 @@ class Group:
                 self._urgent(rank, frame)
         for rank, theirs in ahead.announced.items():
             self._compare(running, rank, theirs)
-        if self.broken is None and (operation.eager or self._all_came(running)):
+        eager = operation.eager and sequence - self._slowest() < EAGER_AHEAD
+        if self.broken is None and (eager or self._all_came(running)):
             self._begin(running)
+
+    def _slowest(self) -> int:
+        """The first operation that somebody else has not come to."""
+        return min((came for rank, came in enumerate(self._came) if rank != self.rank), default=self._next)
 
     def _all_came(self, running: Running) -> bool:
         return len(running.announced) == self.size - 1
@@ -153,10 +177,16 @@ class Group:
                 del self._plans[number]
         running.plan_used = used
         shares = self._plans[used] if not operation.eager else equal_shares(self.size)
+        buffers = operation.buffers
+        if operation.prepare is not None:
+            everybody = {**running.announced, self.rank: operation.announcement}
+            buffers, segments = operation.prepare(everybody)
+        else:
+            segments = operation.segments(shares)
         running.exchange = Exchange(
             self.rank,
-            operation.segments(shares),
-            operation.buffers,
+            segments,
+            buffers,
             operation.combine,
             shares.chunk_bytes,
             window_for(self.size, shares.chunk_bytes),
@@ -166,16 +196,18 @@ class Group:
         early, running.early = running.early, []
         for rank, header, payload in early:
             self._take(running, running.exchange, rank, header, payload)
+        for gone, reason in self._gone.items():
+            if running.exchange.needs(gone):
+                self.fail(reason)
+                return
         self._look(running)
 
     def _take(
         self, running: Running, exchange: Exchange, rank: int, header: FrameHeader, payload: memoryview
     ) -> None:
         """A chunk is there. It may have come to a place of its own, before we knew where it belongs."""
-        if header.kind is FrameKind.RESULT:
-            target = running.operation.buffers.targets[header.block]
-            if target is not None and payload.obj is not target.obj:
-                exchange.place(header)[:] = payload
+        if header.kind is FrameKind.RESULT and not exchange.is_at(header, payload):
+            exchange.place(header)[:] = payload
         exchange.received(rank, header, payload)
 
     # --- frames -----------------------------------------------------------------------------------------
@@ -194,8 +226,9 @@ class Group:
             return running.exchange.place(header)
         if self.broken is not None or (running is None and header.sequence < self._started()):
             return None
-        if self._ahead_bytes + header.length > AHEAD_BYTES:
-            raise WireError(f"over {AHEAD_BYTES} bytes for operations that have not been called here")
+        limit = self.size * EAGER_AHEAD * EAGER_BYTES
+        if self._ahead_bytes + header.length > limit:
+            raise WireError(f"over {limit} bytes for operations that have not been called here")
         return memoryview(bytearray(header.length))
 
     def _started(self) -> int:
@@ -216,6 +249,7 @@ class Group:
 
     def announced(self, rank: int, sequence: int, theirs: Announcement) -> None:
         running = self.running.get(sequence)
+        self._came[rank] = max(self._came[rank], sequence + 1)
         if running is None:
             if self.broken is None and sequence >= self._started():
                 self._ahead.setdefault(sequence, Ahead()).announced[rank] = theirs
@@ -253,6 +287,29 @@ class Group:
 
     # --- trouble ----------------------------------------------------------------------------------------
 
+    def lost(self, rank: int, reason: str, orderly: bool = False) -> None:
+        """A rank is gone. What needs nothing of it any more goes on to its end; nothing new begins."""
+        if self.broken is not None or rank in self._gone:
+            return
+        how = "has left" if orderly else f"was lost: {reason}"
+        if orderly:
+            self._left.add(rank)
+        self._gone[rank] = f"{self.title}: {self._names([rank])} {how}"
+        needed = any(
+            rank not in running.announced if running.exchange is None else running.exchange.needs(rank)
+            for running in self.running.values()
+        )
+        # A receive from anybody may still be served by those who are here, if nothing went wrong.
+        alone = not orderly or len(self._gone) == self.size - 1
+        if needed or self._waiting or self.mailbox.needs(rank, alone):
+            self.fail(self._gone[rank])
+
+    def farewell(self) -> None:
+        """Tell all others that we leave."""
+        for rank in range(self.size):
+            if rank != self.rank and rank not in self._gone:
+                self._urgent(rank, pack_header(FrameKind.LEFT, self.number, 0))
+
     def fail(self, reason: str, tell: bool = True) -> None:
         """No operation of this group can be trusted any more: end all with the reason."""
         if self.broken is not None:
@@ -272,6 +329,7 @@ class Group:
         self._ahead.clear()
         for done in ended:
             done(reason)
+        self.mailbox.end(reason)
 
     def describe(self, sequence: int) -> str:
         """Whom or what an operation waits for, in words."""
@@ -318,4 +376,16 @@ def _same(mine: Announcement, theirs: Announcement, rank: int, other: int) -> bo
         theirs.root,
     ):
         return False
+    if mine.sizes is not theirs.sizes or mine.mistake != theirs.mistake:
+        return False
+    match mine.sizes:
+        case Sizes.OWN:
+            return len(mine.elements) == len(theirs.elements) == 1
+        case Sizes.PAIRS:
+            half = len(mine.elements) // 2
+            return (
+                len(theirs.elements) == len(mine.elements)
+                and mine.elements[other] == theirs.elements[half + rank]
+                and mine.elements[half + other] == theirs.elements[rank]
+            )
     return mine.elements == theirs.elements

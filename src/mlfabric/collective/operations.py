@@ -6,13 +6,21 @@ announcement. The others wait until every rank has come, and take the newest pla
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from mlfabric.collective.exchange import Buffers, Combine
 from mlfabric.collective.frames import Announcement
-from mlfabric.collective.routes import Route, Segment, Shares, all_reduce_segments
+from mlfabric.collective.routes import (
+    Route,
+    Segment,
+    Shares,
+    all_reduce_segments,
+    cut,
+    reduce_to_segments,
+    sum_at_routes,
+)
 
 # Arrays of at most this size go whole from everyone to everyone: one trip instead of two.
 WHOLE_BYTES = 2048
@@ -38,6 +46,8 @@ class Operation:
     answers: bool = False  # parts are answered by frames of their own, as no result comes back
     priority: int = 0  # lower goes first
     rounds: tuple[Operation, ...] = ()  # done one after the other instead, each by the newest plan
+    # Where memory can be had only when all sizes are known: the announcements by rank, ours included.
+    prepare: Callable[[Mapping[int, Announcement]], tuple[Buffers, list[Segment]]] | None = None
 
 
 def window_for(size: int, chunk_bytes: int) -> int:
@@ -90,10 +100,10 @@ def _all_reduce_round(
 
     if whole:
         # The sum may be complete before the last of our own copies has left.
-        own = memoryview(bytes(array))
-        buffers = Buffers((own,) * size, (array,) * size)
+        own = memoryview(bytearray(array))
+        buffers = Buffers(dict.fromkeys(range(size), own), dict.fromkeys(range(size), array))
     else:
-        buffers = Buffers((array,), (array,))
+        buffers = Buffers({0: array}, {0: array})
     eager = len(array) <= EAGER_BYTES
     return Operation(announcement, buffers, segments, eager, combine, priority=priority)
 
@@ -109,3 +119,94 @@ def _everyone_sums(rank: int, size: int, length: int) -> list[Segment]:
         if length:
             segments.append(Segment(root, 0, length, route))
     return segments
+
+
+def reduce(
+    rank: int,
+    size: int,
+    root: int,
+    array: memoryview,
+    itemsize: int,
+    dtype: str,
+    combine_name: str,
+    combine: Combine,
+    priority: int = 0,
+) -> Operation:
+    """Reduce an array into the root's; the others' stay as they are.
+
+    A large one is summed in shares that the root collects: it takes in twice the array, not everybody's.
+    """
+    elements = len(array) // itemsize
+    eager = len(array) <= EAGER_BYTES
+    # What this rank sums for the root, it sums beside its own array. Sized when the shares are known.
+    targets: dict[int, memoryview] = {}
+
+    def segments(shares: Shares) -> list[Segment]:
+        if eager:
+            targets[0] = array
+            return [Segment(0, 0, len(array), sum_at_routes(size, root, rank))]
+        bounds = [bound * itemsize for bound in cut(elements, shares.reduces)]
+        for block in range(size):
+            sources[block] = array[bounds[block] : bounds[block + 1]]
+            if rank == root:
+                targets[block] = sources[block]
+            elif block == rank:
+                targets[block] = memoryview(bytearray(len(sources[block])))
+        return reduce_to_segments([len(sources[block]) for block in range(size)], root, rank)
+
+    sources = {0: array}
+    return Operation(
+        Announcement("reduce", dtype, combine_name, root, (elements,)),
+        Buffers(sources, targets),
+        segments,
+        eager=eager,
+        combine=combine,
+        answers=not eager,
+        priority=priority,
+    )
+
+
+def reduce_scatter(
+    rank: int,
+    size: int,
+    inputs: Sequence[memoryview],
+    output: memoryview,
+    itemsize: int,
+    dtype: str,
+    combine_name: str,
+    combine: Combine,
+    priority: int = 0,
+) -> Operation:
+    """Reduce everybody's array for each rank into that rank's output."""
+    counts = tuple(len(view) // itemsize for view in inputs)
+    eager = sum(len(view) for view in inputs) <= EAGER_BYTES
+    if size == 1:
+        output[:] = inputs[0]
+
+    def segments(shares: Shares) -> list[Segment]:
+        return [
+            Segment(block, 0, len(inputs[block]), sum_at_routes(size, block, rank))
+            for block in [(rank + step) % size for step in range(size)]
+        ]
+
+    return Operation(
+        Announcement("reduce_scatter", dtype, combine_name, -1, counts),
+        Buffers(dict(enumerate(inputs)), {rank: output}),
+        segments,
+        eager=eager,
+        combine=combine,
+        answers=not eager,
+        priority=priority,
+    )
+
+
+def refused(
+    operation: str, dtype: str, combine_name: str, root: int, counts: tuple[int, ...], why: str
+) -> Operation:
+    """A call that can't be carried out: it takes its turn, so that all hear of it and stay in step."""
+    return Operation(
+        Announcement(operation, dtype, combine_name, root, counts, mistake=why),
+        Buffers({}, {}),
+        lambda shares: [],
+        eager=False,
+    )

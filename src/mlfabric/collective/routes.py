@@ -144,3 +144,46 @@ def _two_levels(
     if rank == root:
         return Route(children=(*inside, *others), forward=(*others, *inside))
     return Route(children=inside, parent=root, source=root, forward=inside)
+
+
+def sum_at_routes(size: int, place: int, rank: int) -> Route:
+    """Everybody's part is summed at one place and stays there."""
+    if rank == place:
+        return Route(children=tuple((rank + step) % size for step in range(1, size)))
+    return Route(parent=place)
+
+
+def reduce_to_segments(lengths: Sequence[int], root: int, rank: int) -> list[Segment]:
+    """Block b is summed by rank b, which sends the sum to the root."""
+    size = len(lengths)
+    segments = []
+    for block in [(rank + step) % size for step in range(size)]:
+        at = sum_at_routes(size, block, rank)
+        if block != root and rank == block:
+            at = Route(children=at.children, forward=(root,))
+        elif block != root and rank == root:
+            at = Route(parent=block, source=block)
+        segments.append(Segment(block, 0, lengths[block], at))
+    return segments
+
+
+def broadcast_segments(elements: int, itemsize: int, shares: Shares, root: int, rank: int) -> list[Segment]:
+    """The root sends each share once, to the rank that hands it to all others."""
+    size = len(shares.broadcasts)
+    weights = [0.0 if other == root else share for other, share in enumerate(shares.broadcasts)]
+    if not any(weights):
+        weights = [float(other != root) for other in range(size)]
+    segments = []
+    bounds = cut(elements, weights)
+    for relay, (start, stop) in enumerate(pairwise(bounds)):
+        if relay == root:
+            continue
+        rest = tuple((relay + step) % size for step in range(1, size) if (relay + step) % size != root)
+        if rank == root:
+            route = Route(forward=(relay,))
+        elif rank == relay:
+            route = Route(source=root, forward=rest)
+        else:
+            route = Route(source=relay)
+        segments.append(Segment(0, start * itemsize, stop * itemsize, route))
+    return segments

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from mlfabric.collective.exchange import Pending
 from mlfabric.collective.frames import FrameHeader, FrameKind, decode_announcement, pack_header
 from mlfabric.collective.group import Done, Group, Running
+from mlfabric.collective.mailbox import MessageChunk, Outgoing, Received, Wanted
 from mlfabric.collective.operations import Operation
 from mlfabric.collective.routes import Shares
 from mlfabric.collective.staging import Staging
@@ -28,7 +29,7 @@ class OutFrame:
     payload: memoryview | None = None
     group: Group | None = None
     sequence: int = 0
-    pending: Pending | None = None
+    pending: Pending | MessageChunk | None = None
 
 
 class Switchboard:
@@ -39,6 +40,8 @@ class Switchboard:
         self._order: list[tuple[Group, Running]] = []  # as their chunks take their turn
         self._age = 0
         self._staging = Staging()
+        self._dissolved: set[int] = set()
+        self._message_turn: set[str] = set()  # peers whose next frame is a message's, if there is one
         self._strays: dict[int, list[tuple[str, FrameHeader, memoryview]]] = {}
         self.woken: set[str] = set()  # peers that something can be sent to now
 
@@ -75,9 +78,17 @@ class Switchboard:
                 )
             )
 
+    def farewell(self) -> None:
+        """This node is about to leave all of its groups."""
+        for group in self.groups.values():
+            group.farewell()
+
     def dissolve(self, number: int, reason: str) -> None:
+        """Leave a group."""
         group = self.groups.pop(number, None)
+        self._dissolved.add(number)
         if group is not None:
+            group.farewell()
             group.fail(reason, tell=False)
             self._order = [entry for entry in self._order if entry[0] is not group]
 
@@ -85,6 +96,25 @@ class Switchboard:
         sequence = group.post(operation, done)
         self._follow(group)
         return sequence
+
+    def send(self, group: Group, to: int, tag: int, payload: memoryview, done: Done) -> Outgoing | None:
+        """Send a message to a rank; None: the group is over, `done` has heard why."""
+        if group.ended(to):
+            done(group.broken)
+            return None
+        sending = group.mailbox.send(to, tag, payload, done)
+        self._follow(group)
+        return sending
+
+    def receive(
+        self, group: Group, source: int, tag: int, place: memoryview, done: Received
+    ) -> Wanted | None:
+        if group.ended(source):
+            done(group.broken, -1)
+            return None
+        wanted = group.mailbox.receive(source, tag, place, done)
+        self._follow(group)
+        return wanted
 
     def _follow(self, group: Group) -> None:
         """Operations that began or ended just now take or leave their place in the order of sending."""
@@ -97,6 +127,8 @@ class Switchboard:
             others = [entry for entry in self._order if entry[0] is not group]
             self._order = others + [(group, running) for running in group.running.values()]
             self._order.sort(key=lambda entry: (entry[1].operation.priority, entry[1].age))
+        group.woken |= group.mailbox.woken
+        group.mailbox.woken.clear()
         if group.woken:
             nodes = group.nodes
             for rank in group.woken:
@@ -115,6 +147,12 @@ class Switchboard:
         urgent = self._urgent.get(peer)
         if urgent:
             return OutFrame(urgent.popleft())
+        if peer in self._message_turn:
+            frame = self._next_message(peer)
+            if frame is not None:
+                self._message_turn.discard(peer)
+                return frame
+        self._message_turn.add(peer)
         for group, running in self._order:
             exchange, rank = running.exchange, group.ranks.get(peer)
             if exchange is None or rank is None:
@@ -126,22 +164,47 @@ class Switchboard:
                     pending.kind, group.number, sequence, chunk.block, chunk.start, len(payload), pressed
                 )
                 return OutFrame(head, payload, group, sequence, pending)
+        return self._next_message(peer)
+
+    def _next_message(self, peer: str) -> OutFrame | None:
+        for group in self.groups.values():
+            chunk = None if (rank := group.ranks.get(peer)) is None else group.mailbox.next_chunk(rank)
+            if chunk is not None:
+                outgoing = chunk.outgoing
+                head = pack_header(
+                    FrameKind.MESSAGE,
+                    group.number,
+                    outgoing.number,
+                    outgoing.tag,
+                    chunk.start,
+                    len(chunk.payload),
+                )
+                return OutFrame(head, chunk.payload, group, 0, chunk)
         return None
 
     def sent(self, frame: OutFrame) -> None:
         group = frame.group
-        if frame.pending is not None and group is not None:
+        if frame.pending is None or group is None:
+            return
+        if isinstance(frame.pending, MessageChunk):
+            group.mailbox.chunk_sent(frame.pending)
+        else:
             group.chunk_sent(frame.sequence, frame.pending)
-            if group.changed or group.woken:
-                self._follow(group)
+        self._follow(group)
 
     # --- frames in --------------------------------------------------------------------------------------
 
     def place(self, peer: str, header: FrameHeader) -> memoryview | None:
         """Where the bytes that follow a header go; None: nowhere, let them pass."""
+        if header.group in self._dissolved:
+            return None
         group = self.groups.get(header.group)
         if header.kind in (FrameKind.PART, FrameKind.RESULT) and group is not None:
             return group.place(header)
+        if header.kind is FrameKind.MESSAGE and group is not None and peer in group.nodes:
+            if group.broken is not None:
+                return None
+            return group.mailbox.place(group.nodes.index(peer), header)
         return memoryview(bytearray(header.length))
 
     def received(self, peer: str, header: FrameHeader, payload: memoryview | None) -> None:
@@ -150,7 +213,7 @@ class Switchboard:
         if group is None:
             if payload is not None:
                 strays = self._strays.setdefault(header.group, [])
-                if len(strays) >= _MAX_STRAYS:
+                if sum(1 for sender, _, _ in strays if sender == peer) >= _MAX_STRAYS:
                     raise WireError(f"too many frames for group {header.group}, which nobody formed here")
                 strays.append((peer, header, payload))
             return
@@ -162,12 +225,16 @@ class Switchboard:
         match header.kind:
             case FrameKind.PART | FrameKind.RESULT | FrameKind.CREDIT:
                 group.chunk_received(rank, header, payload)
+            case FrameKind.OFFER | FrameKind.ACCEPT | FrameKind.MESSAGE:
+                if group.broken is None:
+                    group.mailbox.received(rank, header, payload)
             case FrameKind.ANNOUNCE:
                 group.announced(rank, header.sequence, decode_announcement(payload))
+            case FrameKind.LEFT:
+                group.lost(rank, "", orderly=True)
             case FrameKind.FAILED:
                 group.fail(bytes(payload).decode("utf-8", "replace"), tell=False)
-        if group.changed or group.woken:
-            self._follow(group)
+        self._follow(group)
 
     def lost(self, peer: str, reason: str) -> None:
         """A peer is gone: every group it is in ends."""
@@ -175,7 +242,7 @@ class Switchboard:
         for group in self.groups.values():
             rank = group.ranks.get(peer)
             if rank is not None:
-                group.fail(f"{group.title}: rank {rank} ({peer}) was lost: {reason}", tell=False)
+                group.lost(rank, reason)
                 self._follow(group)
 
 

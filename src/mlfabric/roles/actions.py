@@ -298,6 +298,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True):
     serial: int = 0
     awaited: tuple[str, ...] = ()
     wait_s: float = 0.0
+    least_lease_s: float = 0.0  # silence shorter than this is never taken for death
 
 
 class ReplicaSettings(msgspec.Struct, frozen=True):

@@ -40,7 +40,8 @@ class LeaseRecord(msgspec.Struct, frozen=True):
 
 
 class Leases:
-    def __init__(self) -> None:
+    def __init__(self, least_s: float = 0.0) -> None:
+        self._least_s = least_s
         self._leases: dict[str, _Lease] = {}
 
     def begin(self, node: str, now: float) -> None:
@@ -61,7 +62,7 @@ class Leases:
             lease.beat_s = now
 
     def length_s(self, node: str) -> float:
-        floor = FLOOR_S * max(1.0, len(self._leases) / MEMBERS_AT_FLOOR)
+        floor = max(self._least_s, FLOOR_S * max(1.0, len(self._leases) / MEMBERS_AT_FLOOR))
         lease = self._leases.get(node)
         gap = lease.gap_s if lease is not None else 0.0
         return min(max(GAPS_PER_LEASE * gap, floor), max(CEILING_S, floor))

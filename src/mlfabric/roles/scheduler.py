@@ -143,7 +143,7 @@ class Scheduler:
         self._members: dict[str, MemberInfo] = {}
         self._labels: dict[str, str] = {}  # by node
         self._attempts: dict[str, int] = {}  # by node: how often it has registered
-        self._leases = Leases()
+        self._leases = Leases(settings.least_lease_s)
         self._look_at = 0.0
         self._serial = settings.serial
         self._lives: dict[tuple[str, str], int] = {}  # (job, name) -> how often it joined

@@ -51,7 +51,7 @@ from mlfabric.roles.actions import Action, FailJob, Note
 from mlfabric.roles.scheduler import Scheduler
 from mlfabric.runtime.connection import Connection, Receiving, Sending
 from mlfabric.runtime.mesh import Closed, Link, Mesh
-from mlfabric.runtime.pacing import prepare_socket, share_evenly
+from mlfabric.runtime.pacing import notice_death, prepare_socket, share_evenly
 from mlfabric.runtime.tls import AnySocket, Tls
 from mlfabric.runtime.trust import NONCE_BYTES, Handshake, Purpose, Refused, encode_refusal
 from mlfabric.wire import (
@@ -219,6 +219,7 @@ class Engine:
         finally:
             self._close_all()
             self.client.resolve(FailJob(f"{self.name} has left the fabric"))
+            self.client.end_groups(f"{self.name} has left the fabric")
 
     def _turn(self) -> None:
         for key, mask in self._selector.select(self._patience()):
@@ -281,7 +282,8 @@ class Engine:
             if now >= until:
                 self._peer_down(peer, reason)
         if self._linger_until is not None:
-            quiet = not any(c.wants_write() for c in self._connections)
+            # What the kernel still holds would be lost if a peer's bytes are unread when we close.
+            quiet = not any(c.wants_write() or (c.link and c.link.unsent()) for c in self._connections)
             if (quiet and self._said_goodbye) or now >= self._linger_until:
                 self._stopping = True
 
@@ -532,6 +534,7 @@ class Engine:
             connection.pump()  # the handshake's last word goes before anything else
         prepare_socket(connection.sock, bulk=True)
         share_evenly(connection.sock)
+        notice_death(connection.sock)
         connection.link = Link(connection.sock, connection.peer, self.mesh.board)
         self._links[connection.peer] = connection
         self.mesh.add(connection.link)

@@ -7,9 +7,11 @@ costs time here: a link asks the kernel to be woken only when a good part of a c
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import socket
 import struct
+import termios
 import time
 from collections import deque
 from collections.abc import Callable
@@ -77,6 +79,13 @@ class Link:
                 self.blocked = True
                 break
         return self.blocked
+
+    def unsent(self) -> int:
+        """Bytes that the kernel holds and the peer has not acknowledged."""
+        with contextlib.suppress(OSError):
+            count: int = struct.unpack("i", fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))[0]
+            return count
+        return 0
 
     def _load(self) -> bool:
         size = 0

@@ -13,6 +13,9 @@ _UNLIMITED = 2**64 - 1
 
 # Unsent data that the kernel holds for us; more would only make us late in changing our mind.
 NOTSENT_BYTES = 256 * 1024
+# A host that answers none of so many probes, one each so many seconds, is gone.
+KEEPALIVE_S = 5
+KEEPALIVE_PROBES = 4
 
 
 def set_pace(sock: socket.socket, rate_bytes_per_s: float | None) -> None:
@@ -36,3 +39,15 @@ def prepare_socket(sock: socket.socket, bulk: bool) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if bulk:
         sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, NOTSENT_BYTES)
+
+
+def notice_death(sock: socket.socket) -> None:
+    """Have the kernel find out when the other host is gone; a process that is only busy still answers."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, KEEPALIVE_S),
+        (socket.TCP_KEEPINTVL, KEEPALIVE_S),
+        (socket.TCP_KEEPCNT, KEEPALIVE_PROBES),
+        (socket.TCP_USER_TIMEOUT, KEEPALIVE_S * KEEPALIVE_PROBES * 1000),
+    ):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -1,0 +1,25 @@
+"""MLfabric for PyTorch: the process-group backend `mlfabric`, a hook for DDP, and training without a barrier.
+
+    dist.init_process_group("mlfabric")
+
+is all that a synchronous script changes; `join(model, optimizer)` trains asynchronously. Where the package is
+installed torch finds the backend by itself; otherwise importing this module makes it known.
+"""
+
+from mlfabric.autoload import register
+from mlfabric.torch.backend import FabricProcessGroup
+from mlfabric.torch.errors import CollectiveError, CollectiveTimeoutError
+from mlfabric.torch.hook import managed_hook, managed_state
+from mlfabric.torch.training import Training, join
+
+register()
+
+__all__ = [
+    "join",
+    "Training",
+    "FabricProcessGroup",
+    "managed_hook",
+    "managed_state",
+    "CollectiveError",
+    "CollectiveTimeoutError",
+]

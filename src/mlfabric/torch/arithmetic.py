@@ -1,0 +1,67 @@
+"""How tensors are combined: by NumPy, or by torch for the types that NumPy lacks or is slow at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mlfabric.collective.arithmetic import numpy_combine
+from mlfabric.collective.exchange import Combine
+from mlfabric.errors import FabricError
+
+# Below so many elements torch adds on the calling thread alone: the engine must not start a pool of its own.
+_SERIAL_ELEMENTS = 32768
+
+_NUMPY = frozenset(
+    {"bool", "float32", "float64", "complex64", "complex128"}
+    | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+)
+_TORCH: dict[str, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+_FUNCTIONS: dict[str, Any] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+
+
+def combine_for(combine: str, dtype: str, size: int) -> Combine:
+    """The function that reduces parts of this type; FabricError if there is none."""
+    if dtype in _TORCH:
+        return _torch_combine(combine, _TORCH[dtype], size)
+    if dtype not in _NUMPY:
+        raise FabricError(f"{combine} of {dtype} is not supported")
+    return numpy_combine(combine, dtype, size)
+
+
+def _torch_combine(combine: str, dtype: torch.dtype, size: int) -> Combine:
+    function = _FUNCTIONS.get(combine)
+    if function is None:
+        raise FabricError(f"{combine} works on whole numbers, not on {str(dtype).removeprefix('torch.')}")
+    average = combine == "avg"
+
+    def run(parts: list[memoryview], own: int, out: memoryview, last: bool) -> None:
+        arrays = [torch.frombuffer(part, dtype=dtype) for part in parts]
+        total = torch.frombuffer(out, dtype=dtype)
+        for start in range(0, len(total), _SERIAL_ELEMENTS):
+            stop = start + _SERIAL_ELEMENTS
+            piece = total[start:stop]
+            _fold(function, [array[start:stop] for array in arrays], own, piece)
+            if average and last:
+                torch.div(piece, size, out=piece)
+
+    return run
+
+
+def _fold(function: Any, arrays: list[torch.Tensor], own: int, total: torch.Tensor) -> None:
+    """Combine from the left into `total`; what is used up holds the sum so far."""
+    if len(arrays) == 1:
+        total.copy_(arrays[0])
+        return
+    sofar = arrays[0]
+    scratch = arrays[1] if own == 0 else sofar
+    for array in arrays[1:-1]:
+        sofar = function(sofar, array, out=scratch)
+    function(sofar, arrays[-1], out=total)
