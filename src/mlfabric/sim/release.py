@@ -1,0 +1,199 @@
+"""When waiting updates may start: the planner's order, as far as servers have room, and drops before that.
+
+An update's place in the order of application is where it will be when it arrives, so those that are expected
+to overtake it on its way count as before it: what would arrive beyond its bound is dropped before a byte is
+sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from mlfabric.plan.ordering import DROPS_BEFORE_FIRST, order_updates
+from mlfabric.plan.values import JobState, Offer
+from mlfabric.roles.orderbook import PATIENCE, PATIENCE_S
+from mlfabric.sim.order import ApplicationOrder, Numbered
+from mlfabric.sim.placing import Placement
+from mlfabric.sim.streams import Signal
+from mlfabric.sim.workload import JobRun
+
+# Updates are let go until the rates they are believed to reach fill the servers' links so many times.
+FILL: Final = 3.0
+# With others under way an update gets the servers' rate over their number, so many times: not all push
+# always.
+CROWDING: Final = 1.5
+# Overtakers are counted so many times: what is late in the end costs all the others.
+MARGIN: Final = 1.1
+# The pace of commits is looked at over about so long.
+PACE_S: Final = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class Update:
+    """A worker's update from the moment it is computed."""
+
+    worker: int
+    base: int
+    gradient: Any
+    step: int
+    go: Signal = field(default_factory=Signal)  # with the message it is part of; None: dropped
+
+
+class Release:
+    """Offers that wait, and what is under way of those that were let go."""
+
+    def __init__(
+        self,
+        job: JobRun,
+        order: ApplicationOrder,
+        in_flight: int,
+        let_go: Callable[[list[Update], Numbered], None],
+        dropped: Callable[[Update], None],
+    ) -> None:
+        self.placement: Placement | None = None
+        self._job = job
+        self._order = order
+        self._concurrency = len(job) * in_flight
+        self._let_go = let_go
+        self._dropped = dropped
+        self._waiting: dict[str, tuple[Update, Offer]] = {}
+        self._rates: dict[Update, float] = {}  # under way -> believed rate of its push
+        self._in_use = 0.0  # their sum
+        self._drops_in_row: dict[int, int] = {}
+        self._arrivals = 0
+        self._planned_at = -math.inf
+        self._due = False
+        self._pace = 0.0  # commits per second, lately
+        self._paced_at = 0.0
+
+    def offer(self, update: Update) -> None:
+        job = self._job
+        self._arrivals += 1
+        name = f"{job.names[update.worker]}/{update.step}"
+        offer = Offer(
+            update=name,
+            worker=job.names[update.worker],
+            host=str(update.worker),
+            size_bytes=job.size_bytes,
+            base_version=update.base,
+            arrival=self._arrivals,
+            drops_in_row=self._drops_in_row.get(update.worker, 0),
+        )
+        self._waiting[name] = (update, offer)
+        self._soon()
+
+    def finished(self, members: list[Update], committed: bool = True) -> None:
+        """These are applied or given up."""
+        for update in members:
+            self._in_use -= self._rates.pop(update, 0.0)
+        if committed:
+            self._pace = self.pace() + len(members) / PACE_S
+            self._paced_at = self._job.world.now
+        self._soon()
+
+    def pace(self) -> float:
+        """Commits per second, lately."""
+        return self._pace * math.exp((self._paced_at - self._job.world.now) / PACE_S)
+
+    def round_s(self) -> float:
+        """How long a worker lately takes from one commit to the next."""
+        return self._concurrency / max(self.pace(), 1e-9)
+
+    def forget(self, worker: int) -> int:
+        """Its host is gone; how many of its updates waited."""
+        mine = [name for name, (update, _) in self._waiting.items() if update.worker == worker]
+        for name in mine:
+            del self._waiting[name]
+        return len(mine)
+
+    def _soon(self) -> None:
+        """Plan now, or with whatever else comes within the world's grain."""
+        world = self._job.world
+        if self._due:
+            return
+        if world.now >= self._planned_at + world.grain_s:
+            self.run()
+        else:
+            self._due = True
+            world.at(self._planned_at + world.grain_s, self.run)
+
+    def _room(self) -> tuple[float, float]:
+        """Bytes per second that all servers together can take in, by belief; and what is left of it."""
+        assert self.placement is not None
+        _, down = self._job.rates()
+        shares = self.placement.shares
+        hosts = list(shares)
+        whole = float((down[hosts] / np.array(list(shares.values()))).min())
+        return whole, FILL * whole - self._in_use
+
+    def run(self) -> None:
+        """Let the first of the order go while the servers have room for more, and drop the hopeless."""
+        self._due = False
+        self._planned_at = self._job.world.now
+        if not self._waiting:
+            return
+        job = self._job
+        whole, room = self._room()
+        if room <= 0 and self._rates and len(self._waiting) < 2:
+            return
+        up, _ = job.rates()
+        rates, durations, offers = {}, {}, []
+        for name, (update, offer) in self._waiting.items():
+            own = self.placement.shares.get(update.worker, 0.0) if self.placement else 0.0
+            rate = min(float(up[update.worker]) / max(1 - own, 1e-9), max(whole, 1.0))
+            rates[name] = max(rate, 1.0)
+            durations[name] = job.size_bytes / rates[name]
+            shared = job.size_bytes / max(min(rate, CROWDING * whole / (len(self._rates) + 1)), 1.0)
+            offers.append(self._as_it_arrives(offer, shared))
+        state = JobState(
+            name=job.spec.name,
+            placed_version=self._order.placed,
+            max_delay=self._order.bound,
+            concurrency=self._concurrency,
+            policy=job.spec.policy,
+        )
+        ordered = order_updates(offers, state, durations)
+        for drop in ordered.drops:
+            update, _ = self._waiting.pop(drop.update)
+            self._drops_in_row[update.worker] = self._drops_in_row.get(update.worker, 0) + 1
+            self._dropped(update)
+        for offer in ordered.kept:
+            if room <= 0 and self._rates:
+                break
+            update, _ = self._waiting.pop(offer.update)
+            self._drops_in_row.pop(update.worker, None)
+            rate = rates[offer.update]
+            self._rates[update] = rate
+            self._in_use += rate
+            room -= rate
+            lease = durations[offer.update] * PATIENCE + PATIENCE_S
+            self._let_go([update], self._order.give_number((update.base,), job.world.now + lease))
+
+    def _as_it_arrives(self, offer: Offer, duration_s: float) -> Offer:
+        """The offer with the delay it would have after those that are expected to overtake it."""
+        if offer.drops_in_row >= DROPS_BEFORE_FIRST:
+            return offer
+        before = self._order.placed - self._job.version
+        overtaken = math.ceil(max(0.0, MARGIN * self.pace() * duration_s - before))
+        return _older(offer, overtaken)
+
+
+def _older(offer: Offer, updates: int) -> Offer:
+    if updates == 0:
+        return offer
+    return Offer(
+        offer.update,
+        offer.worker,
+        offer.host,
+        offer.size_bytes,
+        offer.base_version - updates,
+        offer.norm,
+        offer.arrival,
+        offer.drops_in_row,
+        offer.job,
+    )
