@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from mlfabric import scenario as scenarios
 from mlfabric.commands.sim import app
 from mlfabric.errors import FabricError, ScenarioError
-from mlfabric.scenario import Scenario, Seconds
-from mlfabric.sim.advice import advise, limiting_hosts
+from mlfabric.scenario import MODEL_PARAMETERS, JobSpec, Scenario, Seconds
+from mlfabric.sim.advice import MODES, advise, limiting_hosts, predict, predicted_over
 from mlfabric.sim.estimate import Estimator
 from mlfabric.sim.flows import Flow, share_rates
 from mlfabric.sim.fluid import Fluid
@@ -87,16 +87,16 @@ def test_beliefs_follow_a_link_down_at_once_and_up_by_probing() -> None:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_equal_seeds_give_equal_runs(policy: str) -> None:
-    scenario = shortened("dynamic-stragglers", 10)
+    scenario = shortened("dynamic-stragglers", 4)
     assert simulate(scenario, policy) == simulate(scenario, policy)
 
 
 def test_mean_delay_is_one_less_than_the_workers_whatever_the_order() -> None:
     """Holds for any order in which each worker pulls at its own commit; here nothing is dropped."""
-    scenario = shortened("stragglers", 40)
+    scenario = shortened("stragglers", 25)
     for policy in ("fcfs-1-dedicated", "uniform-shards"):
         (result,) = simulate(scenario, policy)
-        assert result.delay_mean == pytest.approx(7, abs=0.2)
+        assert result.delay_mean == pytest.approx(7, abs=0.3)
 
 
 @pytest.mark.parametrize("policy", sorted(name for name, spec in POLICIES.items() if spec.bounded))
@@ -130,7 +130,7 @@ def test_planned_modes_lead_where_links_change_and_steps_straggle() -> None:
 
 
 def test_jobs_share_one_network() -> None:
-    results = simulate(shortened("many-jobs", 70, 4), "mlfabric")
+    results = simulate(shortened("many-jobs", 62, 4), "mlfabric")
     assert [result.job for result in results] == ["vision", "large", "late"]
     assert all(result.committed > 0 for result in results)
 
@@ -158,34 +158,66 @@ def test_training_reaches_a_target_under_the_virtual_clock() -> None:
         "run",
         "calm",
         "--duration",
-        "30s",
+        "12s",
         "--policy",
         "mlfabric",
         "--train",
         "--target",
-        "0.6",
+        "0.5",
         "--json",
     ]
     (result,) = json.loads(CliRunner().invoke(app, words).stdout)["results"]
-    assert 0 < result["time_to_target_s"] < 30
-    assert max(right for _, right in result["accuracy"]) >= 0.6
+    assert 0 < result["time_to_target_s"] < 12
+    assert max(right for _, right in result["accuracy"]) >= 0.5
 
 
 def test_advice_names_the_hosts_that_limit_the_steps() -> None:
-    scenario = shortened("skewed", 20)
+    scenario = shortened("skewed", 4)
     named, share = limiting_hosts(scenario, scenario.job())
     assert named == ["slow0", "slow1"]
     assert share == pytest.approx(1.0)
     advice = advise(scenario, scenario.job())
     assert "two of eight hosts (slow0, slow1) limit 100% of the steps" in advice.reason
     assert {each.mode for each in advice.predictions} >= {"sync", "backup", "async", "ssp", "local"}
-    assert advice.use != "one host alone"
+    assert advice.use == "backup"
 
 
 def test_a_calm_cluster_is_advised_to_stay_fresh() -> None:
-    scenario = shortened("calm", 20)
+    scenario = shortened("calm", 4)
     advice = advise(scenario, scenario.job())
-    chosen = next(each for each in advice.predictions if each.mode == advice.use)
-    assert chosen.updates_per_s >= 0.9 * max(
-        each.updates_per_s for each in advice.predictions if each.mode != "local"
-    )
+    assert advice.use in ("sync", "backup")
+
+
+@pytest.mark.parametrize("mode", ["sync", "backup", "async", "ssp", "local", "one host alone"])
+def test_predictions_hold_in_a_longer_run_with_another_seed(mode: str) -> None:
+    scenario = shortened("dynamic-stragglers", 100)
+    briefly = msgspec.structs.replace(scenario, duration=Seconds(predicted_over(scenario, scenario.job())))
+    assert float(briefly.duration) == 60
+    predicted = predict(briefly, mode)
+    (run,) = simulate(msgspec.structs.replace(scenario, seed=2), MODES[mode])
+    assert predicted.updates_per_s == pytest.approx(run.updates_per_s, rel=0.2)
+    assert predicted.delay_mean == pytest.approx(run.delay_mean, rel=0.2, abs=0.5)
+    if mode != "one host alone":
+        sent = run.bytes_by_link["host up"] / run.committed
+        assert predicted.bytes_per_update == pytest.approx(sent, rel=0.2)
+
+
+def test_an_update_says_what_it_is() -> None:
+    """One of `local` sums up eight steps; counted by gradients it is no less than a step per exchange."""
+    scenario = shortened("calm", 20)
+    (local,), (steps,) = simulate(scenario, "local"), simulate(scenario, "allreduce")
+    assert (local.local_steps, steps.local_steps) == (8, 1)
+    assert local.updates_per_s < steps.updates_per_s < 8 * local.updates_per_s
+
+
+def test_sizes_of_well_known_models() -> None:
+    megabytes = {
+        name: scenarios.parse(f'[[hosts]]\nname="a"\n[[jobs]]\nmodel="{name}"').size_bytes(
+            JobSpec(model=name)
+        )
+        / 1e6
+        for name in MODEL_PARAMETERS
+    }
+    assert megabytes["resnet50"] == pytest.approx(102, rel=0.01)
+    assert megabytes["vgg16"] == pytest.approx(553, rel=0.01)
+    assert megabytes["transformer-1.3b"] == pytest.approx(5200)

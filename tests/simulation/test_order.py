@@ -40,7 +40,7 @@ def test_an_update_beyond_its_bound_gets_no_number() -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_delays_stay_within_the_bound_and_nothing_is_lost(seed: int) -> None:
-    """Random workers, sums of up to three, any order of arrival, drops now and then; against plain counting."""
+    """Sums of up to three, any order of arrival, drops now and then; against plain counting."""
     rng = random.Random(seed)
     bound = rng.randint(2, 12)
     order = ApplicationOrder(bound)

@@ -1,4 +1,4 @@
-"""One scenario file for lab and simulator: the same rates, stragglers and faults, and both take all of them."""
+"""One scenario file for lab and simulator: the same rates, stragglers and faults; both take all of them."""
 
 from __future__ import annotations
 
@@ -55,12 +55,11 @@ def test_steps_straggle_as_in_the_lab(seed: int) -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_shipped_scenario_is_drawn_for_the_lab(path: object) -> None:
     scenario = scenarios.load(str(path))
-    try:
-        drawn = blueprint.draw(scenario)
-    except FabricError as error:
-        assert len(scenario.host_names()) > 1000
-        assert "a bridge of the lab takes" in str(error)
+    if len(scenario.host_names()) > 1000 and not scenario.racks:
+        with pytest.raises(FabricError, match="links meet in one bridge, and a bridge of the lab takes 1000"):
+            blueprint.draw(scenario)
         return
+    drawn = blueprint.draw(scenario)
     assert [port.owner for port in drawn.hosts] == scenario.host_names()
     assert next(happenings(scenario), None) is not None or not scenario.traces
 
@@ -69,9 +68,9 @@ def test_every_shipped_scenario_is_drawn_for_the_lab(path: object) -> None:
 def test_every_shipped_scenario_is_simulated_unchanged(path: object) -> None:
     scenario = scenarios.load(str(path))
     large = len(scenario.host_names()) > 500
-    scenario = msgspec.structs.replace(scenario, duration=Seconds(0.3 if large else 20))
+    scenario = msgspec.structs.replace(scenario, duration=Seconds(0.2 if large else 2))
     results = simulate(scenario, "ring" if large else "mlfabric")
     assert len(results) == max(len(scenario.jobs), 1)
     if not large:
-        started = [job for job in scenario.jobs or (JobSpec(),) if job.start < 20]
+        started = [job for job in scenario.jobs or (JobSpec(),) if job.start < 2]
         assert all(result.committed > 0 for result in results[: len(started)])

@@ -1,7 +1,7 @@
 """Asynchronous policies at flow level: every worker pushes its update and pulls the model in its own time.
 
 The servers hold shares of the model. First-come policies send at once, share links as TCP does and know no
-bound; the planned ones place shards by believed bandwidth (`sim.placing`), order what waits under the delay
+bound; the planned ones place shards by believed bandwidth (`sim.shards`), order what waits under the delay
 bound and let it go by room (`sim.release`), keep the order of application (`sim.order`), and pace.
 """
 
@@ -16,9 +16,11 @@ from mlfabric.plan.planner import weigh
 from mlfabric.scenario import FaultEvent
 from mlfabric.sim.estimate import OBSERVE_S, PACE, PROBE_FACTOR
 from mlfabric.sim.fluid import Process
+from mlfabric.sim.gathering import Gathered
 from mlfabric.sim.order import ApplicationOrder, Numbered, Settled
-from mlfabric.sim.placing import WORTH_PLACING, Placement, best_shares, budget
+from mlfabric.sim.placing import Placement
 from mlfabric.sim.release import Release, Update
+from mlfabric.sim.shards import Shards
 from mlfabric.sim.streams import Signal, Stream
 from mlfabric.sim.workload import JobRun
 
@@ -26,10 +28,6 @@ from mlfabric.sim.workload import JobRun
 OWN_LEAST: Final = 0.25
 # The fastest may be ahead of the slowest by so many steps in stale synchronous parallel runs.
 SSP_SLACK: Final = 3
-# Shards that change hands go before updates, or the move would outlast what it is for.
-MOVE_PRIORITY: Final = 1e6
-# A host that is silent for so long is taken for dead: its leads move, nobody waits for its updates.
-SILENT_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +47,7 @@ class _Message:
 
     members: list[Update]
     entry: Numbered | None = None
+    group: Gathered | None = None  # the ways of a sum; None: straight to and from the servers
     settled: Signal = field(default_factory=Signal)  # applied (True) or dropped
     over: Signal = field(default_factory=Signal)
     base: int = 0  # version of the model its members get
@@ -66,98 +65,44 @@ class AsyncRun:
         job.counted_bound = job.bound(self._in_flight)
         self._order = ApplicationOrder(job.counted_bound if settings.planned else None)
         self._release = Release(job, self._order, self._in_flight, self._let_go, self._dropped)
-        self._placement = Placement(job, {job.first_server: 1.0})
-        self._placing = False
-        self._wanted = 0.0  # bytes per second of updates that all workers together would send
-        self._revision = -1  # of the beliefs that shards were last considered with
+        self._shards = Shards(job, settings.servers, settings.alongside, self._moved)
+        self._release.placement = self._shards.placement
         self._messages: dict[_Message, None] = {}  # under way, in the order of their start
         self._numbered: dict[int, _Message] = {}  # of them, those that are not settled
         self._held: list[tuple[int, Any]] = [(0, None)] * len(job)  # version and model each worker has
         self._life = [0] * len(job)  # a worker that dies and comes back lives once more
-        self._down_since: dict[int, float] = {}
         self._clock = [0] * len(job)
         self._steps = [0] * len(job)
         self._ahead: deque[tuple[int, Signal]] = deque()
 
     def begin(self) -> None:
         job = self._job
-        self._use(self._first_placement())
         job.trouble.listeners.append(self._hear)
         for worker in range(len(job)):
             job.world.spawn(self._work(worker, 0, float(job.spec.start)))
         job.world.spawn(self._watch())
 
-    # --- where the shards are ---------------------------------------------------------------------------
-
-    def _first_placement(self) -> Placement:
-        job, kind = self._job, self._settings.servers
-        if kind == "bandwidth":
-            return Placement(job, best_shares(job, self._budget()))
-        if kind == "uniform":
-            return Placement(job, {worker: 1 / len(job) for worker in range(len(job))})
-        return Placement(job, {job.first_server: 1.0})
-
-    def _budget(self) -> Any:
-        means = budget(self._job, 1 if self._settings.alongside else 2)
-        self._wanted = means.wanted
-        return means
-
-    def _use(self, placement: Placement) -> None:
-        """From now on shards are there; what is under way goes on to where they are."""
-        old, self._placement = self._placement, placement
+    def _moved(self, placement: Placement, share: float) -> None:
+        """Shards are elsewhere: what is under way goes on to where they are now."""
+        job = self._job
         self._release.placement = placement
-        self._job.serving = placement.serving_links()
-        gone = sum(max(share - placement.shares.get(host, 0.0), 0.0) for host, share in old.shares.items())
         for message in self._messages:
             for way, stream in message.streams.items():
-                if len(message.members) == 1 and not stream.done.fired and not stream.path.empty:
-                    worker = message.members[0].worker
+                if message.group is None and stream.slot >= 0:
                     # What a shard that moved already had of the update is sent once more.
-                    again = gone * max(self._job.size_bytes - self._job.world.left_bytes(stream), 0.0)
-                    self._job.world.reroute(stream, placement.path(worker, way), again)
+                    again = share * max(job.size_bytes - job.world.left_bytes(stream), 0.0)
+                    job.world.reroute(stream, placement.path(message.members[0].worker, way), again)
 
     def _watch(self) -> Process:
-        """Notice the silent, let waiting updates go, place shards anew where that pays."""
-        job, settings = self._job, self._settings
+        """Look at the shards, follow beliefs, end leases, and let waiting updates go."""
         while True:
             yield OBSERVE_S
-            job.sample_busy()
-            if not settings.planned:
-                continue
-            self._notice_silence()
-            if (
-                settings.servers == "bandwidth"
-                and job.estimator.revision != self._revision
-                and not self._placing
-            ):
-                self._revision = job.estimator.revision
-                self._consider_placing()
-            self._pace_again()
-            self._end_leases()
-            self._release.run()
-
-    def _consider_placing(self) -> None:
-        means = self._budget()
-        shares = best_shares(self._job, means)
-        if means.room(shares) >= WORTH_PLACING * means.room(self._placement.shares):
-            self._placing = True
-            self._job.world.spawn(self._place(shares))
-
-    def _place(self, shares: dict[int, float]) -> Process:
-        """Move the parts of the model that change hands; until they are there nothing else changes."""
-        job = self._job
-        moved = {
-            host: shares.get(host, 0.0) - self._placement.shares.get(host, 0.0)
-            for host in {**shares, **self._placement.shares}
-        }
-        loads = {job.world.links[job.up[host]]: -change for host, change in moved.items() if change < 0}
-        loads |= {job.world.links[job.down[host]]: change for host, change in moved.items() if change > 0}
-        stream = job.send(job.path(loads), job.size_bytes, lambda _source, _target: False, MOVE_PRIORITY)
-        job.tally.moved_bytes += job.size_bytes * sum(change for change in moved.values() if change > 0)
-        yield stream.done
-        self._placing = False
-        if not job.gone & shares.keys():
-            self._use(Placement(job, shares))
+            self._job.sample_busy()
+            if self._settings.planned:
+                self._shards.look()
+                self._pace_again()
+                self._end_leases()
+                self._release.run()
 
     # --- a worker ---------------------------------------------------------------------------------------
 
@@ -198,19 +143,22 @@ class AsyncRun:
             yield message.over
             if message.base >= self._held[worker][0]:
                 self._held[worker] = (message.base, message.model)
-        if self._settings.slack is not None:
+        if self._settings.slack is not None and self._life[worker] == life:
             yield self._keep_pace(worker)
         if self._life[worker] == life:
             done.fire()
 
     def _fetch(self, worker: int) -> Process:
         """The model, by itself."""
-        base, model = self._job.version, self._job.learner.read()
-        yield self._send_one(worker, "pull").done
-        self._held[worker] = (base, model)
+        message = _Message([Update(worker, 0, None, 0)])
+        self._messages[message] = None
+        message.settled.fire(False)
+        yield self._pull(message).done
+        self._messages.pop(message, None)
+        self._held[worker] = (message.base, message.model)
 
     def _send_one(self, worker: int, way: str) -> Stream:
-        job, placement = self._job, self._placement
+        job, placement = self._job, self._shards.placement
         priority = job.spec.weight if self._settings.planned else 1.0
         return job.send(
             placement.path(worker, way),
@@ -221,8 +169,8 @@ class AsyncRun:
 
     # --- a message --------------------------------------------------------------------------------------
 
-    def _let_go(self, members: list[Update], entry: Numbered) -> None:
-        message = self._start(members, entry)
+    def _let_go(self, members: list[Update], entry: Numbered, group: Gathered | None) -> None:
+        message = self._start(members, entry, group)
         for member in members:
             member.go.fire(message)
 
@@ -230,8 +178,10 @@ class AsyncRun:
         self._job.tally.dropped += 1
         update.go.fire(None)
 
-    def _start(self, members: list[Update], entry: Numbered | None = None) -> _Message:
-        message = _Message(members, entry)
+    def _start(
+        self, members: list[Update], entry: Numbered | None = None, group: Gathered | None = None
+    ) -> _Message:
+        message = _Message(members, entry, group)
         self._messages[message] = None
         if entry is not None:
             self._numbered[entry.number] = message
@@ -240,41 +190,48 @@ class AsyncRun:
 
     def _carry(self, message: _Message) -> Process:
         """Push, application and pull of one message."""
-        worker = message.members[0].worker
-        pushed = self._stream(message, "push", worker)
         if self._settings.alongside:
-            pulled = self._pull(message, worker)
-        yield pushed.done
+            pulled = self._pull(message)
+        for stage in range(len(message.group.push) if message.group else 1):
+            yield self._stream(message, "push", stage).done
+            if message.settled.fired:  # dropped on its way
+                break
         if message.entry is None:
             self._commit(message)
-        elif not message.settled.fired:  # not dropped on its way
+        elif not message.settled.fired:
             self._settle(self._order.arrive(message.entry))
         yield message.settled
         if not self._settings.alongside:
-            pulled = self._pull(message, worker)
+            pulled = self._pull(message)
         yield pulled.done
         self._messages.pop(message, None)
         message.over.fire()
 
-    def _pull(self, message: _Message, worker: int) -> Stream:
+    def _pull(self, message: _Message) -> Stream:
         message.base, message.model = self._job.version, self._job.learner.read()
-        return self._stream(message, "pull", worker)
+        return self._stream(message, "pull")
 
-    def _stream(self, message: _Message, way: str, worker: int) -> Stream:
-        stream = message.streams[way] = self._send_one(worker, way)
-        if self._settings.planned and not stream.path.empty:
-            self._job.world.set_pace(stream, self._pace(worker, way, None))
+    def _stream(self, message: _Message, way: str, stage: int = 0) -> Stream:
+        job, worker = self._job, message.members[0].worker
+        if message.group is not None:
+            path = message.group.push[stage] if way == "push" else message.group.pull
+            stream = job.send(path, job.size_bytes, lambda _source, _target: False, job.spec.weight)
+        else:
+            stream = self._send_one(worker, way)
+            if self._settings.planned and not stream.path.empty:
+                job.world.set_pace(stream, self._pace(worker, way, None))
+        message.streams[way] = stream
         return stream
 
     def _pace_again(self) -> None:
         """All that is under way follows what is believed now."""
-        job, shares = self._job, self._placement.shares
+        job, shares = self._job, self._shards.placement.shares
         believed = job.estimator.believed * PACE
         ways = {"push": believed[job.up].tolist(), "pull": believed[job.down].tolist()}
         for message in self._messages:
             worker = message.members[0].worker
             for way, stream in message.streams.items():
-                if stream.slot >= 0 and len(message.members) == 1:
+                if stream.slot >= 0 and message.group is None:
                     pace = self._pace(worker, way, stream) if worker in shares else ways[way][worker]
                     job.world.set_pace(stream, max(pace, 1.0))
 
@@ -283,12 +240,12 @@ class AsyncRun:
         job = self._job
         link = job.up[worker] if way == "push" else job.down[worker]
         believed = float(job.estimator.believed[link])
-        share = self._placement.shares.get(worker, 0.0)
+        share = self._shards.placement.shares.get(worker, 0.0)
         left = believed
         if share > 0:
             own = job.world.rate(stream) * (1 - share) if stream else 0.0
             serving = float(job.world.used[link]) - own
-            reserve = min(share * self._wanted, max(serving, 0.1 * believed) * PROBE_FACTOR)
+            reserve = min(share * self._shards.wanted, max(serving, 0.1 * believed) * PROBE_FACTOR)
             left = max(believed - reserve, OWN_LEAST * believed)
         return max(PACE * left / max(1 - share, 1e-9), 1.0)
 
@@ -327,10 +284,9 @@ class AsyncRun:
         job = self._job
         job.tally.dropped_late += len(message.members)
         message.settled.fire(False)
-        for way, stream in message.streams.items():
-            if way == "push":
-                job.world.cancel(stream)
-                stream.done.fire()
+        if "push" in message.streams:
+            job.world.cancel(message.streams["push"])
+            message.streams["push"].done.fire()
         assert message.entry is not None
         self._settle(self._order.drop(message.entry))
         self._release.finished(message.members, committed=False)
@@ -386,44 +342,10 @@ class AsyncRun:
             for stream in message.streams.values():
                 job.world.cancel(stream)
             if not message.settled.fired:
-                job.tally.lost += 1
+                job.tally.lost += len(message.members)
                 self._release.finished(message.members, committed=False)
                 if message.entry is not None:
                     del self._numbered[message.entry.number]
                     self._settle(self._order.drop(message.entry))
-
-    def _notice_silence(self) -> None:
-        job = self._job
-        if not job.scenario.faults:
-            return
-        for host, name in enumerate(job.hosts):
-            if job.trouble.up(name):
-                self._down_since.pop(host, None)
-                job.gone.discard(host)
-                continue
-            since = self._down_since.setdefault(host, job.world.now)
-            if job.world.now - since >= SILENT_S and host not in job.gone:
-                job.gone.add(host)
-                if self._settings.servers == "bandwidth" and host in self._placement.shares:
-                    job.world.spawn(self._fail_over(host))
-
-    def _fail_over(self, lost: int) -> Process:
-        """The lead of a silent host's shard moves to its replica; without one the shard is filled again from
-        what a worker pulled last."""
-        job = self._job
-        shares = {host: share for host, share in self._placement.shares.items() if host not in job.gone}
-        means = self._budget()
-        heir = int(means.spare.argmax())
-        share = 1.0 - sum(shares.values())
-        if job.spec.replicas is None:
-            alive = [host for host in range(len(job)) if host not in job.gone and host != heir]
-            if alive:
-                source = max(alive, key=lambda host: (means.spare[host], -host))
-                links = {job.world.links[job.up[source]]: share, job.world.links[job.down[heir]]: share}
-                job.tally.moved_bytes += job.size_bytes * share
-                yield job.send(
-                    job.path(links), job.size_bytes, lambda _source, _target: False, MOVE_PRIORITY
-                ).done
-        shares = {host: part for host, part in self._placement.shares.items() if host not in job.gone}
-        shares[heir] = shares.get(heir, 0.0) + 1.0 - sum(shares.values())
-        self._use(Placement(job, shares))
+            message.base = -1  # nobody gets a model by it; those it was shared with go on with what they have
+            message.over.fire()

@@ -160,7 +160,7 @@ class Fluid:
             self.at(self.now, stream.done.fire)
             return
         self._flow()
-        self._stop(stream.slot)
+        self._rates[stream.slot] = 0.0  # what it used of its old way counts as used until the next sharing
         stream.path = path
         self._remaining[stream.slot] += more_bytes
         self._table.write(stream.slot, stream)
@@ -217,6 +217,7 @@ class Fluid:
                 self.at(self.now + stream.path.latency_s, stream.done.fire)
             else:
                 stream.done.fire()
+        np.maximum(self.used, 0.0, out=self.used)
         self._find_due()
 
     def _leave(self, stream: Stream) -> None:
@@ -236,7 +237,6 @@ class Fluid:
         self.used[path.links] -= path.weights * rate
         if path.bundle is not None:
             self.used[path.bundle.links] -= path.bundle.weights * rate
-        np.maximum(self.used, 0.0, out=self.used)
         self._rates[slot] = 0.0
 
     def _find_due(self) -> None:

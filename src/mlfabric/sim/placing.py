@@ -7,6 +7,7 @@ update back, so each server more is one more that can turn slow.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -40,6 +41,26 @@ class Placement:
         self._bundles = {"push": self._bundle("down"), "pull": self._bundle("up")}
         self._farthest_s = max((job.delay_s[job.hosts[host]] for host in self.shares), default=0.0)
         self._paths: dict[tuple[int, str], Path] = {}
+
+    @property
+    def in_racks(self) -> bool:
+        return bool(self._in_rack)
+
+    def through_racks(self) -> float:
+        """Updates' bytes per second that the racks' own links let through, in both directions at once.
+
+        All workers count alike: a rack takes in what the others push to its servers and what its workers pull
+        from elsewhere.
+        """
+        job = self._job
+        least = math.inf
+        for rack, count in job.workers_in_rack.items():
+            inside, part = self._in_rack.get(rack, 0.0), count / len(job)
+            load = inside * (1 - part) + part * (1 - inside)
+            if load > 0:
+                rate = min(job.world.capacity[job.world.index[Link(rack, way)]] for way in ("up", "down"))
+                least = min(least, float(rate) / load)
+        return least
 
     def _bundle(self, way: str) -> Bundle:
         """The servers' own links, and those of their racks."""
@@ -117,11 +138,25 @@ def budget(job: JobRun, transfers: int) -> Budget:
 def best_shares(job: JobRun, means: Budget) -> dict[int, float]:
     """Shards by what hosts have to spare, on the fewest fast hosts that carry what is wanted."""
     spare = means.spare
-    able = [int(w) for w in np.argsort(-spare, kind="stable") if spare[w] >= SERVES_FROM * spare.max() > 0]
+    ranked = [int(w) for w in np.argsort(-spare, kind="stable") if spare[w] >= SERVES_FROM * spare.max() > 0]
+    able = _dealt_over_racks(job, ranked, spare)
     enough = int(np.searchsorted(np.cumsum(spare[able]), HEADROOM * means.wanted)) + 1
+    able = able[:enough]
     network = Network.of(
         (Host(str(w), float(spare[w]), float(spare[w]), job.racks[w]) for w in able),
         job.believed_network([]).racks.values(),
     )
-    shards = place_shards(network, list(network.hosts), min(enough, len(able)))
+    shards = place_shards(network, list(network.hosts), len(able))
     return {int(shard.server): shard.share for shard in shards}
+
+
+def _dealt_over_racks(job: JobRun, ranked: list[int], spare: Floats) -> list[int]:
+    """Hosts of like speed by turns from every rack, or the first few would all be behind one uplink."""
+    if not any(job.racks):
+        return ranked
+    turns: dict[str | None, int] = {}
+    keys = {}
+    for place, host in enumerate(ranked):
+        turn = turns[job.racks[host]] = turns.get(job.racks[host], 0) + 1
+        keys[host] = (-round(4 * float(spare[host] / spare.max())), turn, place)
+    return sorted(ranked, key=keys.__getitem__)

@@ -1,4 +1,4 @@
-"""The same scenario for another cluster: more or fewer hosts, a host that only serves, a job if it has none."""
+"""A scenario for another cluster: more or fewer hosts, a host that only serves, a job if it has none."""
 
 from __future__ import annotations
 

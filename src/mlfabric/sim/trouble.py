@@ -58,16 +58,15 @@ class Trouble:
 
     def sleep(self, host: str, seconds: float) -> Process:
         """Time that passes only while the host is not paused."""
-        seen = self._paused_total(host)
-        yield seconds
-        while True:
+        start_s, before_s = self._world.now, self._paused_total(host)
+        left_s = seconds
+        while left_s > 1e-12 * seconds or host in self._paused_at:
             if host in self._paused_at:
                 yield self._resumed[host]
-            lost = self._paused_total(host) - seen
-            if lost <= 0:
-                return
-            seen += lost
-            yield lost
+            else:
+                yield left_s
+            ran_s = self._world.now - start_s - (self._paused_total(host) - before_s)
+            left_s = seconds - ran_s
 
     def _paused_total(self, host: str) -> float:
         now = self._world.now

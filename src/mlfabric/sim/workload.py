@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import NormalDist
@@ -118,6 +119,8 @@ class JobRun:
         self.learner: Learner = learner or _NoLearner()
         self.size_bytes = scenario.size_bytes(spec)
         self.nominal_s = scenario.compute_s(spec)
+        fastest = max(min(link.up_bps, link.down_bps) for link in scenario.host_links())
+        self.transfer_s = self.size_bytes / goodput(fastest)
         if self.nominal_s <= 0:
             raise ScenarioError(
                 f"job {spec.name} computes in no time; give 'compute' or 'compute_transfers' to simulate it"
@@ -138,6 +141,7 @@ class JobRun:
         self.gone: set[int] = set()  # workers whose host is known to be dead
         self._network = scenario.planned_network()
         self.racks = [self._network.hosts[name].rack for name in self.hosts]
+        self.workers_in_rack = Counter(rack for rack in self.racks[: len(self.names)] if rack is not None)
         self.up: Ints = np.array([world.index[Link(name, "up")] for name in self.hosts], dtype=np.intp)
         self.down: Ints = np.array([world.index[Link(name, "down")] for name in self.hosts], dtype=np.intp)
         self.delay_s = {link.name: link.delay_s for link in scenario.host_links()}
