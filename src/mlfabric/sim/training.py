@@ -17,7 +17,7 @@ import numpy as np
 from mlfabric.demo.classifier import Arrays, Digits, accuracy, first_weights, gradient, load_digits
 from mlfabric.numerics import Vector
 
-RATES: Final = (0.02, 0.05, 0.1, 0.2, 0.4)
+RATES: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 BATCH: Final = 16
 LARGEST_SUM: Final = 8.0
 # Accuracy is looked at after so many gradients.
