@@ -26,8 +26,10 @@ from mlfabric.topology import Host, Link, Network
 from mlfabric.units import goodput
 
 _NORMAL = NormalDist()
-# Beyond this many hosts rates are worked out again only so many times per nominal transfer of a model.
+# Beyond this many hosts rates are worked out again only so many times per nominal transfer of a model; in
+# large clusters half as often.
 EXACT_HOSTS = 32
+LARGE_HOSTS = 256
 SHARINGS_PER_TRANSFER = 16
 
 
@@ -64,7 +66,8 @@ def build_world(scenario: Scenario) -> tuple[Fluid, Trouble]:
     grain_s = 0.0
     if len(network.hosts) > EXACT_HOSTS:
         fastest = max(min(h.up_bytes_per_s, h.down_bytes_per_s) for h in network.hosts.values())
-        grain_s = min(map(scenario.size_bytes, scenario.jobs)) / fastest / SHARINGS_PER_TRANSFER
+        sharings = SHARINGS_PER_TRANSFER / (2 if len(network.hosts) > LARGE_HOSTS else 1)
+        grain_s = min(map(scenario.size_bytes, scenario.jobs)) / fastest / sharings
     world = Fluid(network, grain_s)
     trouble = Trouble(world, scenario)
     for stream in scenario.background:
