@@ -17,6 +17,7 @@ import numpy as np
 from mlfabric.plan.ordering import DROPS_BEFORE_FIRST, order_updates
 from mlfabric.plan.values import JobState, Offer
 from mlfabric.roles.orderbook import PATIENCE, PATIENCE_S
+from mlfabric.sim.estimate import OBSERVE_S
 from mlfabric.sim.gathering import Gathered, gather_updates
 from mlfabric.sim.order import ApplicationOrder, Numbered
 from mlfabric.sim.placing import Placement
@@ -34,6 +35,8 @@ CROWDING: Final = 1.5
 MARGIN: Final = 1.1
 # Offers that come within this part of a nominal transfer are planned together where they may be summed.
 BATCH_TRANSFERS: Final = 0.125
+# Without room the hopeless are looked for at every look at the links only, if more than so many wait.
+MANY: Final = 64
 # The pace of commits is looked at over about so long.
 PACE_S: Final = 2.0
 
@@ -72,6 +75,7 @@ class Release:
         self._drops_in_row: dict[int, int] = {}
         self._arrivals = 0
         self._planned_at = -math.inf
+        self._ordered_at = -math.inf
         self._due = False
         self._pace = 0.0  # commits per second, lately
         self._paced_at = 0.0
@@ -149,8 +153,11 @@ class Release:
         if not self._waiting or self.placement is None:
             return
         whole, room = self._room()
-        if room <= 0 and self._rates and len(self._waiting) < 2:
-            return
+        if room <= 0 and self._rates:
+            many = len(self._waiting) > MANY and self._job.world.now < self._ordered_at + OBSERVE_S
+            if many or len(self._waiting) < 2:
+                return
+        self._ordered_at = self._job.world.now
         rates, offers = self._estimate(self.placement, whole)
         durations = {name: self._job.size_bytes / rate for name, rate in rates.items()}
         state = JobState(

@@ -31,6 +31,13 @@ class PolicySpec:
     oracle: bool = False  # is told the links' rates of now; everybody else learns them
 
     @property
+    def learns(self) -> bool:
+        """Does it look at what links carry, and ask those that are idle?"""
+        if self.asynchronous is not None:
+            return self.asynchronous.planned
+        return self.steps not in ("ring", "alone")
+
+    @property
     def bounded(self) -> bool:
         """Does it keep a delay bound?"""
         planned = self.asynchronous is not None and self.asynchronous.planned
@@ -141,7 +148,8 @@ def simulate(
     for job in scenario.jobs:
         learner = make_learner() if make_learner else None
         runs.append(JobRun(world, trouble, scenario, job, estimator, learner))
-    world.spawn(estimator.watch())
+    if spec.learns:
+        world.spawn(estimator.watch())
     world.run(0.0)
     for run in runs:
         if spec.asynchronous is not None:
