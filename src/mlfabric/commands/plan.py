@@ -38,10 +38,13 @@ def plan(
 ) -> None:
     """Show what the planner would do with the updates that wait in a scenario."""
     written = scenarios.load(scenarios.find(scenario))
-    spec = written.job(job or None)
     if advise:
-        _advise(written, spec, as_json)
+        from mlfabric.sim.resizing import with_a_job
+
+        written = with_a_job(written)
+        _advise(written, written.job(job or None), as_json)
         return
+    spec = written.job(job or None)
     network = written.planned_network()
     situations = []
     for each in written.jobs if together else [spec]:
@@ -121,12 +124,15 @@ def _advise(written: Scenario, spec: JobSpec, as_json: bool) -> None:
         return
     out = console()
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("mode", "updates/s", "delay", "p99", "sent per update", "how"):
-        table.add_column(column, justify="left" if column in ("mode", "how") else "right")
+    left = ("mode", "an update is", "how")
+    for column in ("mode", "updates/s", "worth/s", "an update is", "delay", "p99", "sent each", "how"):
+        table.add_column(column, justify="left" if column in left else "right")
     for each in advice.predictions:
         table.add_row(
             each.mode,
             f"{each.updates_per_s:.3g}",
+            f"{each.worth_per_s:.3g}",
+            "1 gradient" if each.local_steps == 1 else f"{each.local_steps} local steps",
             f"{each.delay_mean:.1f}",
             f"{each.delay_p99:.0f}",
             format_size(each.bytes_per_update),

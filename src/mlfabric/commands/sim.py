@@ -17,8 +17,9 @@ from mlfabric import scenario as scenarios
 from mlfabric.commands.output import console, print_json
 from mlfabric.errors import FabricError
 from mlfabric.scenario import Scenario, Seconds
-from mlfabric.sim.results import DEFAULT_POLICIES, POLICIES, Result, find_policy, simulate
-from mlfabric.sim.workload import Learner, resize
+from mlfabric.sim.resizing import ASSUMED_JOB, resize, with_a_job
+from mlfabric.sim.results import DEFAULT_POLICIES, MODE_POLICIES, POLICIES, Result, find_policy, simulate
+from mlfabric.sim.workload import Learner
 from mlfabric.units import format_size, format_time, parse_time
 
 app = typer.Typer(
@@ -43,7 +44,9 @@ Target = Annotated[float, typer.Option("--target", help="accuracy to reach with 
 @app.command()
 def run(
     scenario: ScenarioName,
-    policy: Annotated[str, typer.Option("--policy", help=", ".join(POLICIES))] = "mlfabric",
+    policy: Annotated[
+        str, typer.Option("--policy", help=f"{', '.join(POLICIES)}; else by the job's mode")
+    ] = "",
     seed: Seed = None,
     workers: Workers = None,
     duration: Duration = "",
@@ -53,7 +56,9 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Simulate a scenario's training run under one policy."""
-    _simulate(_prepare(scenario, seed, workers, duration), [policy], train, target, log, as_json)
+    written = _prepare(scenario, seed, workers, duration)
+    chosen = policy or MODE_POLICIES[with_a_job(written).jobs[0].mode]
+    _simulate(written, [chosen], train, target, log, as_json)
 
 
 @app.command()
@@ -135,8 +140,8 @@ def _trained(written: Scenario, policy: str, target: float, told: Callable[[floa
     digits = read_digits()
     learners: list[DigitsLearner] = []
 
-    def make(workers: int) -> Learner:
-        learners.append(DigitsLearner(digits, workers, target, written.seed))
+    def make() -> Learner:
+        learners.append(DigitsLearner(digits, target, written.seed))
         return learners[-1]
 
     results = simulate(written, policy, told, make)
@@ -153,32 +158,47 @@ def _print(written: Scenario, results: list[Result], target: float | None) -> No
         f"{written.name or 'scenario'}: {len(written.host_names())} hosts, seed {written.seed}, "
         f"{format_time(results[0].simulated_s)} simulated at flow level."
     )
+    if not written.jobs:
+        out.print(
+            f"It describes no job: one with updates of {format_size(written.size_bytes(ASSUMED_JOB))} and "
+            f"{ASSUMED_JOB.compute_transfers:g} transfer times of computing a step is assumed."
+        )
     several = len(written.jobs) > 1
     table = Table(box=None, pad_edge=False, header_style="bold")
-    columns = ["policy", *(["job"] if several else []), "updates/s", "delay", "std", "p99", "max", "drops"]
-    columns += ["servers busy", *results[0].bytes_by_link]
+    columns = ["policy", *(["job"] if several else []), "updates/s", "in bound/s", "an update is"]
+    columns += ["delay", "std", "p99", "max", "bound", "drops", "late", "servers busy"]
+    columns += [f"by {kind}" for kind in results[0].bytes_by_link]
     if target is not None:
         columns += [f"to {target:.0%}", "best"]
     for column in columns:
-        table.add_column(column, justify="left" if column in ("policy", "job") else "right")
+        left = column in ("policy", "job", "an update is")
+        table.add_column(column, justify="left" if left else "right")
     for result in results:
-        row = [
-            result.policy,
-            *([result.job] if several else []),
-            f"{result.updates_per_s:.3g}",
-            f"{result.delay_mean:.1f}",
-            f"{result.delay_std:.1f}",
-            f"{result.delay_p99:.0f}",
-            str(result.delay_max),
-            str(result.dropped),
-            f"{result.server_busy:.0%}" if result.policy != "alone" else "-",
-            *(format_size(carried) for carried in result.bytes_by_link.values()),
-        ]
-        if target is not None:
-            at = result.time_to_target_s
-            best = max((right for _, right in result.accuracy), default=0.0)
-            row += [format_time(at) if at is not None else "not reached", f"{best:.1%}"]
-        table.add_row(*row)
+        table.add_row(*_row(result, several, target is not None))
     out.print(table)
     for name in dict.fromkeys(result.policy for result in results):
         out.print(f"{name}: {POLICIES[name].about}", style="dim")
+
+
+def _row(result: Result, several: bool, trained: bool) -> list[str]:
+    row = [
+        result.policy,
+        *([result.job] if several else []),
+        f"{result.updates_per_s:.3g}",
+        f"{result.within_per_s:.3g}",
+        "1 gradient" if result.local_steps == 1 else f"{result.local_steps} local steps",
+        f"{result.delay_mean:.1f}",
+        f"{result.delay_std:.1f}",
+        f"{result.delay_p99:.0f}",
+        str(result.delay_max),
+        "-" if not result.bounded else "none" if result.bound is None else str(result.bound),
+        str(result.dropped),
+        str(result.dropped_late),
+        f"{result.server_busy:.0%}" if result.policy != "alone" else "-",
+        *(format_size(carried) for carried in result.bytes_by_link.values()),
+    ]
+    if trained:
+        at = result.time_to_target_s
+        best = max((right for _, right in result.accuracy), default=0.0)
+        row += [format_time(at) if at is not None else "not reached", f"{best:.1%}"]
+    return row

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from mlfabric.scenario import JobSpec, Scenario, Seconds
-from mlfabric.sim.results import POLICIES, Result, simulate
+from mlfabric.sim.results import POLICIES, simulate
 from mlfabric.units import format_time, goodput
 
 # Modes of training with the policy that carries each out.
@@ -22,15 +22,17 @@ MODES: Final = {
     "backup": "backup",
     "async": "mlfabric",
     "async, pulls alongside": "mlfabric-alongside",
+    "async, two in flight": "mlfabric-overlap",
     "ssp": "ssp",
     "local": "local",
     "one host alone": "alone",
 }
-# A run is this many nominal steps long, within bounds in virtual seconds.
-STEPS: Final = 200
+# A run is as long as this many nominal steps of all workers together, within bounds in virtual seconds: a
+# mode must see many steps and, where links change, many changes, and large clusters must not take minutes.
+WORKER_STEPS: Final = 4000
+STEPS: Final = (20, 400)
+REDRAWS: Final = 12
 LIMITING_STEPS: Final = 400
-# A mode that keeps updates fresher is preferred if it is slower by no more than this.
-FRESHER_IS_WORTH: Final = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,10 @@ class Prediction:
     mode: str
     policy: str
     updates_per_s: float
+    # The same with updates worth less the older they are: half at a mean delay of one round of all workers,
+    # which is about what runs with real gradients show.
+    worth_per_s: float
+    local_steps: int  # that one update sums up; 1: it is one gradient
     delay_mean: float
     delay_p99: float
     bytes_per_update: float  # sent by all hosts together
@@ -57,13 +63,10 @@ class Advice:
 
 def advise(scenario: Scenario, job: JobSpec) -> Advice:
     """Predict every mode for one job of the scenario, and choose."""
-    nominal = scenario.compute_s(job)
-    lasts = min(float(scenario.duration), max(20.0, STEPS * nominal))
-    alone = msgspec.structs.replace(scenario, jobs=(job,), faults=(), duration=Seconds(lasts))
-    predictions = []
-    for mode, policy in MODES.items():
-        (result,) = simulate(alone, policy)
-        predictions.append(_prediction(mode, policy, result))
+    alone = msgspec.structs.replace(
+        scenario, jobs=(job,), faults=(), duration=Seconds(predicted_over(scenario, job))
+    )
+    predictions = [predict(alone, mode) for mode in MODES]
     chosen = _choose(predictions)
     return Advice(
         job.name,
@@ -74,12 +77,25 @@ def advise(scenario: Scenario, job: JobSpec) -> Advice:
     )
 
 
-def _prediction(mode: str, policy: str, result: Result) -> Prediction:
+def predicted_over(scenario: Scenario, job: JobSpec) -> float:
+    """Virtual seconds that each mode is run for."""
+    nominal = scenario.compute_s(job)
+    steps = min(max(WORKER_STEPS / len(scenario.places(job).workers), STEPS[0]), STEPS[1])
+    changes = [float(trace.every) * REDRAWS for trace in scenario.traces if trace.every is not None]
+    return min(float(scenario.duration), max(20.0, steps * nominal, *changes))
+
+
+def predict(scenario: Scenario, mode: str) -> Prediction:
+    """What a mode would do with the scenario's only job."""
+    policy = MODES[mode]
+    (result,) = simulate(scenario, policy)
     sent = result.bytes_by_link["host up"] if policy != "alone" else 0.0
     return Prediction(
         mode,
         policy,
         result.updates_per_s,
+        result.updates_per_s / (1 + result.delay_mean / result.workers),
+        result.local_steps,
         result.delay_mean,
         result.delay_p99,
         sent / max(result.committed, 1),
@@ -88,15 +104,13 @@ def _prediction(mode: str, policy: str, result: Result) -> Prediction:
 
 
 def _choose(predictions: list[Prediction]) -> Prediction:
-    """The most updates per second; among those about as fast, the one with the least delay.
+    """The most updates per second, each worth less the older it is.
 
-    `local` is left out of the choice: its updates are not exchanged one by one, so its rate is of another
+    `local` is left out of the choice: one of its updates sums up several steps, so its rate is of another
     kind.
     """
-    able = [each for each in predictions if each.mode != "local"]
-    most = max(each.updates_per_s for each in able)
-    near = [each for each in able if each.updates_per_s >= FRESHER_IS_WORTH * most]
-    return min(near, key=lambda each: (each.delay_mean, -each.updates_per_s))
+    able = [each for each in predictions if each.local_steps == 1]
+    return max(able, key=lambda each: (each.worth_per_s, -each.delay_mean))
 
 
 def limiting_hosts(scenario: Scenario, job: JobSpec) -> tuple[list[str], float]:
@@ -141,7 +155,10 @@ def _reason(scenario: Scenario, job: JobSpec, chosen: Prediction) -> str:
         limits = "no few hosts limit the steps: everybody is about as often the last"
     else:
         limits = f"{_count(len(named))} of {_count(workers)} hosts{listed} {verb} {share:.0%} of the steps"
-    speed = f"{chosen.updates_per_s:.3g} updates per second at a mean delay of {chosen.delay_mean:.1f}"
+    speed = (
+        f"{chosen.updates_per_s:.3g} updates per second at a mean delay of {chosen.delay_mean:.1f}, "
+        f"worth {chosen.worth_per_s:.3g} fresh ones"
+    )
     return (
         f"{limits}; {chosen.mode} is predicted to commit {speed}, a step computes {_compute(scenario, job)}"
     )

@@ -11,7 +11,8 @@ from typing import Final
 
 import numpy as np
 
-from mlfabric.sim.fluid import Floats, Fluid
+from mlfabric.sim.fluid import Fluid, Process
+from mlfabric.sim.streams import Floats
 
 # A host sees a change in its own sums of bytes within about this time.
 OBSERVE_S: Final = 0.15
@@ -22,12 +23,13 @@ CHUNK_BYTES: Final = 256 * 1024
 MOST_PROBES: Final = 8.0
 # What a paced transfer moves on average: seven chunks at the belief and one at 1.25 times it.
 PACE: Final = 1 + PROBE_SHARE * (PROBE_FACTOR - 1)
-# A link that carries less than this share of its belief for so long is asked by a few chunks.
+# A link that carries less than this share of its belief for so long is asked: a chunk, or what it is believed
+# to carry in a few milliseconds.
 IDLE_SHARE: Final = 0.02
-IDLE_S: Final = 1.0
+IDLE_S: Final = 0.4
+ASKING_S: Final = 0.005
 # What a link lately carried fades by this factor from one look to the next.
 FORGET: Final = 0.9
-ASKING_BYTES: Final = 8 * CHUNK_BYTES
 
 
 class Estimator:
@@ -36,10 +38,20 @@ class Estimator:
     def __init__(self, world: Fluid, oracle: bool = False) -> None:
         self._world = world
         self._oracle = oracle
-        self.believed: Floats = world.capacity.copy()
-        self.changed = False
-        self._lately: Floats = np.zeros(len(world.capacity))  # bytes per second, fading
-        self._used_at: Floats = np.zeros(len(world.capacity))
+        self.revision = 0  # how often a belief changed
+        self._forget()
+
+    def _forget(self) -> None:
+        self.believed: Floats = self._world.capacity.copy()
+        self._lately: Floats = np.zeros(len(self.believed))  # bytes per second, fading
+        self._used_at: Floats = np.zeros(len(self.believed))
+
+    def watch(self) -> Process:
+        """Look again and again, from nominal rates on."""
+        self._forget()
+        while True:
+            yield OBSERVE_S
+            self.observe()
 
     def observe(self) -> None:
         """Learn from what moves right now."""
@@ -48,7 +60,7 @@ class Estimator:
             learned = world.capacity.copy()
         else:
             self._lately = np.maximum(world.used, self._lately * FORGET)
-            full = world.used >= 0.995 * world.capacity
+            full = (world.used >= 0.995 * world.capacity) & (world.used > 0)
             # The parts of a stream move by themselves in a real fabric: a link that can't carry any more
             # what it lately did fills up, though the stream as a whole may be held back elsewhere.
             held_back = full | (self._lately > world.capacity)
@@ -60,7 +72,7 @@ class Estimator:
             self._used_at[world.used > IDLE_SHARE * self.believed] = world.now
             idle = world.now - self._used_at >= IDLE_S
             learned = np.where(idle, world.capacity, learned)
-            world.carried[idle] += ASKING_BYTES
+            world.carried[idle] += np.maximum(self.believed[idle] * ASKING_S, CHUNK_BYTES)
             self._used_at[idle] = world.now
-        self.changed = bool(np.any(np.abs(learned - self.believed) > 0.02 * self.believed))
+        self.revision += bool(np.any(np.abs(learned - self.believed) > 0.02 * self.believed))
         self.believed = learned

@@ -10,11 +10,13 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from mlfabric.errors import FabricError, ScenarioError
+from mlfabric.errors import FabricError
 from mlfabric.scenario import Scenario
 from mlfabric.sim.asynchronous import SSP_SLACK, AsyncRun, AsyncSettings
+from mlfabric.sim.backup import BackupRun
 from mlfabric.sim.estimate import Estimator
-from mlfabric.sim.stepwise import StepRun
+from mlfabric.sim.resizing import with_a_job, with_own_server
+from mlfabric.sim.stepwise import LOCAL_STEPS, StepRun
 from mlfabric.sim.workload import JobRun, Learner, build_world
 
 
@@ -25,7 +27,21 @@ class PolicySpec:
     about: str
     asynchronous: AsyncSettings | None = None  # None: step by step
     steps: str = ""
+    own_server: bool = False  # its server is one more host, where no worker runs
     oracle: bool = False  # is told the links' rates of now; everybody else learns them
+
+    @property
+    def learns(self) -> bool:
+        """Does it look at what links carry, and ask those that are idle?"""
+        if self.asynchronous is not None:
+            return self.asynchronous.planned
+        return self.steps not in ("ring", "alone")
+
+    @property
+    def bounded(self) -> bool:
+        """Does it keep a delay bound?"""
+        planned = self.asynchronous is not None and self.asynchronous.planned
+        return planned or self.steps == "backup"
 
 
 POLICIES: Final[dict[str, PolicySpec]] = {
@@ -35,6 +51,10 @@ POLICIES: Final[dict[str, PolicySpec]] = {
     "mlfabric-alongside": PolicySpec(
         "the same with pulls beside pushes", AsyncSettings("bandwidth", planned=True, alongside=True)
     ),
+    "mlfabric-overlap": PolicySpec(
+        "the same, and computing goes on meanwhile: two updates of a worker in flight",
+        AsyncSettings("bandwidth", planned=True, alongside=True, in_flight=2),
+    ),
     "oracle": PolicySpec(
         "mlfabric-alongside told the rates of now",
         AsyncSettings("bandwidth", planned=True, alongside=True),
@@ -43,11 +63,22 @@ POLICIES: Final[dict[str, PolicySpec]] = {
     "backup": PolicySpec("planned all-reduce among the fastest", steps="backup"),
     "allreduce": PolicySpec("all-reduce with planned shares, all take part", steps="allreduce"),
     "ring": PolicySpec("ring all-reduce, all take part", steps="ring"),
-    "fcfs-1": PolicySpec("first come, one server", AsyncSettings("first")),
+    "fcfs-1": PolicySpec("first come, one server, on a worker's host", AsyncSettings("first")),
+    "fcfs-1-dedicated": PolicySpec(
+        "first come, one server on one more host of its own", AsyncSettings("first"), own_server=True
+    ),
     "uniform-shards": PolicySpec("first come, every host serves 1/N", AsyncSettings("uniform")),
     "ssp": PolicySpec("uniform shards, at most 3 steps ahead", AsyncSettings("uniform", slack=SSP_SLACK)),
-    "local": PolicySpec("8 steps of each worker per planned all-reduce", steps="local"),
+    "local": PolicySpec("each worker goes 8 steps by itself, then models are averaged", steps="local"),
     "alone": PolicySpec("one host, no network", steps="alone"),
+}
+# The policy that carries out each mode a job can name.
+MODE_POLICIES: Final = {
+    "async": "mlfabric",
+    "sync": "allreduce",
+    "backup": "backup",
+    "ssp": "ssp",
+    "local": "local",
 }
 ALIASES: Final = {"fcfs-sharded": "uniform-shards"}
 DEFAULT_POLICIES: Final = (
@@ -58,6 +89,7 @@ DEFAULT_POLICIES: Final = (
     "backup",
     "mlfabric",
     "mlfabric-alongside",
+    "mlfabric-overlap",
 )
 
 
@@ -76,7 +108,14 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     delay_std: float
     delay_p99: float
     delay_max: int
-    dropped: int
+    dropped: int  # before any byte was sent
+    dropped_late: int  # on the way
+    lost: int  # with a host that died
+    within_per_s: float  # committed no older than the delay bound, whether the policy keeps one or not
+    bound: int | None
+    bounded: bool  # does the policy keep the bound?
+    local_steps: int  # of a worker that one update sums up; 1: an update is one gradient
+    summed: int  # committed as part of a sum
     server_busy: float  # mean share of the servers' link rates in use, sampled
     moved_bytes: float  # of the model, to place shards anew
     slowest_share: float  # committed updates of the least served worker over the mean
@@ -96,23 +135,27 @@ def simulate(
     scenario: Scenario,
     policy: str,
     progress: Callable[[float], None] | None = None,
-    make_learner: Callable[[int], Learner] | None = None,
+    make_learner: Callable[[], Learner] | None = None,
 ) -> list[Result]:
     """All jobs of the scenario under the policy; `progress` hears the virtual time."""
     name, spec = find_policy(policy)
-    if not scenario.jobs:
-        raise ScenarioError(f"scenario {scenario.name or 'without a name'} has no job to simulate")
-    if scenario.faults:
-        raise ScenarioError("runs at flow level know no faults yet; take 'faults' out of the scenario")
-    world = build_world(scenario)
+    scenario = with_a_job(scenario)
+    if spec.own_server:
+        scenario = with_own_server(scenario)
+    world, trouble = build_world(scenario)
     estimator = Estimator(world, spec.oracle)
     runs = []
     for job in scenario.jobs:
-        learner = make_learner(len(scenario.places(job).workers)) if make_learner else None
-        run = JobRun(world, scenario, job, estimator, learner)
-        runs.append(run)
+        learner = make_learner() if make_learner else None
+        runs.append(JobRun(world, trouble, scenario, job, estimator, learner))
+    if spec.learns:
+        world.spawn(estimator.watch())
+    world.run(0.0)
+    for run in runs:
         if spec.asynchronous is not None:
             AsyncRun(run, spec.asynchronous).begin()
+        elif spec.steps == "backup":
+            BackupRun(run).begin()
         else:
             StepRun(run, spec.steps).begin()
     duration = float(scenario.duration)
@@ -133,6 +176,8 @@ def _result(run: JobRun, policy: str) -> Result:
     by_link = {"host up": 0.0, "host down": 0.0, "rack up": 0.0, "rack down": 0.0}
     racks = {rack.name for rack in run.scenario.rack_links()}
     for link, carried in zip(run.world.links, run.world.carried, strict=True):
+        if link.direction not in ("up", "down"):
+            continue
         by_link[f"{'rack' if link.owner in racks else 'host'} {link.direction}"] += float(carried)
     if not racks:
         del by_link["rack up"], by_link["rack down"]
@@ -150,6 +195,13 @@ def _result(run: JobRun, policy: str) -> Result:
         delay_p99=float(np.percentile(delays, 99)),
         delay_max=int(delays.max()),
         dropped=tally.dropped,
+        dropped_late=tally.dropped_late,
+        lost=tally.lost,
+        within_per_s=tally.within / now,
+        bound=run.counted_bound,
+        bounded=POLICIES[policy].bounded,
+        local_steps=LOCAL_STEPS if policy == "local" else 1,
+        summed=tally.summed,
         server_busy=math.fsum(tally.busy) / len(tally.busy) if tally.busy else 0.0,
         moved_bytes=tally.moved_bytes,
         slowest_share=float(counts.min() / counts.mean()) if tally.committed else 0.0,

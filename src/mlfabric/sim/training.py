@@ -17,7 +17,7 @@ import numpy as np
 from mlfabric.demo.classifier import Arrays, Digits, accuracy, first_weights, gradient, load_digits
 from mlfabric.numerics import Vector
 
-RATES: Final = (0.02, 0.05, 0.1, 0.2, 0.4)
+RATES: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 BATCH: Final = 16
 LARGEST_SUM: Final = 8.0
 # Accuracy is looked at after so many gradients.
@@ -32,34 +32,42 @@ def read_digits() -> Digits:
 class DigitsLearner:
     """One model per learning rate; all see the same batches and the same delays."""
 
-    def __init__(self, digits: Digits, workers: int, target: float, seed: int) -> None:
+    def __init__(self, digits: Digits, target: float, seed: int) -> None:
         self._digits = digits
         self._target = target
         self._rng = np.random.default_rng(seed)
         self._models: list[Arrays] = [first_weights() for _ in RATES]
-        self._read: list[list[Arrays]] = [[] for _ in range(workers)]
-        self._gradients: list[list[Arrays]] = [[] for _ in range(workers)]
         self._since = 0
         self.done = False  # the first model is at the target; the rest of the run only counts
         self.reached: list[float | None] = [None] * len(RATES)
         self.curves: list[list[tuple[float, float]]] = [[] for _ in RATES]
 
-    def read(self, worker: int) -> None:
+    def read(self) -> list[Arrays]:
         # Steps replace arrays and never change them in place, so the old ones may be kept as they are.
-        if not self.done:
-            self._read[worker] = list(self._models)
+        return [] if self.done else list(self._models)
 
-    def compute(self, worker: int) -> None:
-        if self.done:
-            return
-        batch: Vector = self._rng.integers(0, len(self._digits.labels), BATCH)
-        images, labels = self._digits.images[batch], self._digits.labels[batch]
+    def compute(self, model: list[Arrays], steps: int = 1) -> list[Arrays]:
+        """By learning rate the sum of the gradients of `steps` steps, each from where the last one led."""
+        if self.done or not model:
+            return []
+        batches = [self._rng.integers(0, len(self._digits.labels), BATCH) for _ in range(steps)]
         with np.errstate(all="ignore"):  # a rate that is too large ends in infinities, and is out then
-            self._gradients[worker] = [
-                gradient(model, images, labels)[0] if model else {} for model in self._read[worker]
+            return [
+                self._descend(weights, np.float32(rate), batches) if weights else {}
+                for rate, weights in zip(RATES, model, strict=True)
             ]
 
-    def apply(self, workers: list[int], weights: list[float], now: float) -> None:
+    def _descend(self, weights: Arrays, rate: np.float32, batches: list[Vector]) -> Arrays:
+        total: Arrays = {}
+        for number, batch in enumerate(batches):
+            images, labels = self._digits.images[batch], self._digits.labels[batch]
+            step, _ = gradient(weights, images, labels)
+            total = step if not total else {name: total[name] + part for name, part in step.items()}
+            if number + 1 < len(batches):
+                weights = {name: part - rate * step[name] for name, part in weights.items()}
+        return total
+
+    def apply(self, gradients: list[list[Arrays]], weights: list[float], now: float) -> None:
         if self.done:
             return
         whole = sum(weights)
@@ -69,11 +77,11 @@ class DigitsLearner:
             if not model:
                 continue
             with np.errstate(all="ignore"):
-                for worker, weight in zip(workers, weights, strict=True):
-                    for name, part in self._gradients[worker][number].items():
+                for parts, weight in zip(gradients, weights, strict=True):
+                    for name, part in (parts[number] if parts else {}).items():
                         model[name] = model[name] - np.float32(rate * weight * scale) * part
             self._models[number] = model
-        self._since += len(workers)
+        self._since += len(gradients)
         if self._since >= LOOK_EVERY:
             self._since = 0
             self._look(now)
