@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+import mlfabric
 import mlfabric.torch
 from tests.torch import cases
 
@@ -124,8 +125,17 @@ def train_forms(rank: int, size: int, folder: str, forms: list[str]) -> Any:
 def train_by_hook(rank: int, size: int, folder: str) -> Any:
     """A job on Gloo whose gradients go over the fabric."""
     begin(rank, size, folder, "gloo")
-    state = mlfabric.torch.managed_state()
-    answers = [train(rank, dist.group.WORLD, "plain", hook) for hook in (state, None)]
+    store = dist.FileStore(f"{folder}/address", size)
+    options: dict[str, Any] = {"name": f"w{rank}", "expected": size, "job": "own"}
+    if rank == 0:
+        fabric = mlfabric.join("127.0.0.1:0", scheduler=True, **options)
+        store.set("address", fabric.address)
+    else:
+        fabric = mlfabric.join(store.get("address").decode(), scheduler=False, **options)
+    states = (mlfabric.torch.managed_state(), fabric, None)
+    answers = [train(rank, dist.group.WORLD, "plain", state) for state in states]
+    dist.barrier()
+    fabric.close()
     dist.destroy_process_group()
     return answers
 
@@ -273,12 +283,19 @@ def patience(rank: int, size: int, folder: str) -> Any:
     return answers
 
 
+def die_when_all_are_there(rank: int, size: int, folder: str) -> None:
+    """Rank 1 dies; nobody is in a call then."""
+    store = dist.FileStore(f"{folder}/done", size)
+    if rank == 1:
+        store.wait([str(other) for other in range(size) if other != 1], timedelta(seconds=60))
+        os.kill(os.getpid(), signal.SIGKILL)
+    store.set(str(rank), "x")
+
+
 def killed(rank: int, size: int, folder: str) -> Any:
     """Rank 1 dies; the others hear of it at once."""
     begin(rank, size, folder, timeout_s=60.0)
-    dist.barrier()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+    die_when_all_are_there(rank, size, folder)
     began = time.monotonic()
     answer = said(dist.all_reduce, torch.ones(200_000))
     return [answer, time.monotonic() - began]
@@ -290,9 +307,7 @@ def backward_fails(rank: int, size: int, folder: str) -> Any:
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 10))
     model(torch.ones(2, 10)).sum().backward()
-    dist.barrier()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+    die_when_all_are_there(rank, size, folder)
 
     def step() -> None:
         model(torch.ones(2, 10)).sum().backward()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,7 @@ class Session:
         self.deadlines = Deadlines()
         self.coalescing_lock = threading.Lock()
         self._closed = False
+        self._process = os.getpid()
         self._lock = threading.Lock()
         atexit.register(self.close)
 
@@ -51,6 +53,8 @@ class Session:
         self.engine.call(lambda: self.client.give_up(call, words))
 
     def close(self) -> None:
+        if os.getpid() != self._process:
+            return  # a fork has our memory, not our threads; the fabric is its parent's
         with self._lock:
             if self._closed:
                 return

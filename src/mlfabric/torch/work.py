@@ -42,7 +42,7 @@ class FabricWork(dist.Work):  # type: ignore[misc]
         ended: Future[Any],
         title: Callable[[], str],
         tensors: Sequence[Any],
-        later: Callable[..., None],
+        later: Callable[..., Any],
         waiting_for: Callable[[], str],
     ) -> None:
         super().__init__()
