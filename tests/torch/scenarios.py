@@ -398,9 +398,21 @@ def ways(rank: int, size: int, folder: str, port: int) -> Any:
     use()
     dist.init_process_group("mlfabric", init_method=f"tcp://127.0.0.1:{port + 1}", rank=rank, world_size=size)
     use()
-    os.environ["MLFABRIC_SECRET"] = "given"
+    os.environ.update(MLFABRIC_SECRET="given", MLFABRIC_ADDRESS="127.0.0.1")
     dist.init_process_group("cpu:mlfabric", init_method=f"file://{folder}/given", rank=rank, world_size=size)
     use()
+    # A scheduler of somebody else, where another job may have ranks of the same numbers.
+    store = _shared(folder, size)
+    if not rank:
+        scheduler = mlfabric.join("127.0.0.1:0", scheduler=True, name="rank0", secret="given")
+        store.set("scheduler", scheduler.address)
+    os.environ["MLFABRIC_SCHEDULER"] = store.get("scheduler").decode()
+    dist.init_process_group("mlfabric", init_method=f"file://{folder}/there", rank=rank, world_size=size)
+    use()
+    store.set(f"used by {rank}", "x")
+    store.wait([f"used by {each}" for each in range(size)], timedelta(seconds=30))
+    if not rank:
+        scheduler.close()
     return answers
 
 

@@ -54,7 +54,7 @@ class Calls(dist.ProcessGroup):  # type: ignore[misc]
         self._label = name
         self._me = rank
         self._count = len(global_ranks)
-        self._nodes = tuple(f"rank{each}" for each in global_ranks)
+        self._nodes = session.nodes(global_ranks)
         self._timeout_s = timeout.total_seconds()
         self._sequence = {False: 0, True: 0}
         self._coalescing: list[FabricWork] | None = None
