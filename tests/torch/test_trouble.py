@@ -110,6 +110,7 @@ def test_backward_raises_when_a_rank_dies(worlds: Worlds) -> None:
 def test_abort_ends_what_runs_on_every_rank(worlds: Worlds) -> None:
     answers = worlds.check("aborted", 3)
     assert "group world was aborted" in answers[0][0]
+    assert answers[0][1]
     for rank in (1, 2):
         for said in answers[rank]:
             assert "group world was aborted by rank 0" in said

@@ -227,11 +227,14 @@ class Calls(dist.ProcessGroup):  # type: ignore[misc]
     # --- the end ----------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """End all that runs in this group, on every rank."""
+        """End all that runs in this group, on every rank; with the group that made it, leave the fabric."""
         reason = f"group {self._label} was aborted by rank {self._me}"
         self._closed = self._closed or "was aborted"
-        if not self._session.closed:
-            self._session.engine.call(lambda: self._session.client.break_group(self._label, reason))
+        if self._session.closed:
+            return
+        self._session.engine.call(lambda: self._session.client.break_group(self._label, reason))
+        if self._owns_session:
+            self._session.close()
 
     def shutdown(self) -> None:
         """Leave the group; with the group that made it, the fabric."""
