@@ -355,6 +355,33 @@ def early_leavers(rank: int, size: int, folder: str) -> Any:
     return [part[0].item() for part in parts]
 
 
+def without_a_scheduler(rank: int, size: int, folder: str) -> Any:
+    """Rank 0 leaves, and the scheduler with it; a group of the others and messages between them go on."""
+    begin(rank, size, folder)
+    rest = dist.new_group(list(range(1, size)))
+    if rank:
+        dist.barrier(group=rest)
+    dist.barrier()
+    store = dist.FileStore(f"{folder}/done", size)
+    if rank == 0:
+        dist.destroy_process_group()
+        store.set("gone", "x")
+        return "gone"
+    store.wait(["gone"], timedelta(seconds=30))
+    total = torch.full((100_000,), float(rank))
+    dist.all_reduce(total, group=rest)
+    place = torch.zeros(3)
+    if rank == 1:
+        dist.send(torch.ones(3), 2)
+    elif rank == 2:
+        dist.recv(place)
+    dist.barrier(group=rest)
+    left = said(dist.all_reduce, torch.ones(1))  # which ends the group of all
+    dist.barrier(group=rest)
+    dist.destroy_process_group()
+    return [total[5].item(), place.tolist() if rank == 2 else [1.0] * 3, left]
+
+
 def busy(rank: int, size: int, folder: str) -> Any:
     """A rank that holds its interpreter for seconds is not lost."""
     begin(rank, size, folder)

@@ -127,6 +127,14 @@ def test_ranks_may_leave_after_their_last_call(worlds: Worlds) -> None:
         assert worlds.check("early_leavers", 4) == [[0.0, 1.0, 2.0, 3.0]] * 4
 
 
+def test_a_group_outlives_the_scheduler(worlds: Worlds) -> None:
+    gone, *answers = worlds.check("without_a_scheduler", 4)
+    assert gone == "gone"
+    for total, place, left in answers:
+        assert (total, place) == (6.0, [1.0] * 3)
+        assert "rank 0 (rank0) has left" in left
+
+
 @pytest.mark.full
 def test_a_busy_rank_is_not_lost(worlds: Worlds) -> None:
     assert worlds.check("busy", 2) == [[2.0] * 3] * 2

@@ -91,6 +91,10 @@ class Calls(dist.ProcessGroup):  # type: ignore[misc]
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
 
+    def form(self) -> None:
+        """Have the group formed as soon as all have come; nobody waits for it before the first call."""
+        self._session.client.group(self._label, self._nodes)
+
     # --- beginning a call -------------------------------------------------------------------------------
 
     def _limit(self, opts: Any) -> float:
