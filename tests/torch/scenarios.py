@@ -330,9 +330,10 @@ def aborted(rank: int, size: int, folder: str) -> Any:
 
 def again_and_again(rank: int, size: int, folder: str) -> Any:
     """Several inits in one process, each a fabric of its own; calls after the end say so."""
-    answers = []
+    answers: list[Any] = []
+    store = _shared(folder, size)
     for number in range(3):
-        begin(rank, size, f"{folder}")
+        dist.init_process_group("mlfabric", store=store, rank=rank, world_size=size)
         world = dist.group.WORLD
         total = torch.full((5,), float(number))
         dist.all_reduce(total)

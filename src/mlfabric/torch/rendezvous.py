@@ -70,6 +70,8 @@ def meet(
         fabric, verdict = _lead(store, ranks, others, settings, until)
     except FabricError as error:
         store.set("verdict", msgspec.json.encode(Verdict(error=str(error))).decode())
+        if isinstance(error, CollectiveError):
+            raise
         raise CollectiveError(str(error)) from None
     store.set("verdict", msgspec.json.encode(verdict).decode())
     return fabric, verdict.job
