@@ -235,6 +235,40 @@ def test_a_large_broadcast_leaves_the_root_once() -> None:
     assert wires.payload_bytes["n2"] <= elements * 8 + 1000 * size
 
 
+@pytest.mark.parametrize("name", ["broadcast", "all_gather"])
+@pytest.mark.parametrize("root", [0, 4])
+def test_a_block_enters_each_host_once(name: str, root: int) -> None:
+    """Three hosts, of three, two and one ranks: what goes between them is what has to."""
+    hosts = ((0, 1, 2), (3, 4), (5,))
+    size, elements = 6, 6000
+    even = (1 / size,) * size
+    shares = Shares(1, even, even, even, hosts, chunk_bytes=800)
+    wires = Wires(size, 3)
+    wires.form()
+    for each in wires.names:
+        wires.boards[each].groups[1].adopt(shares)
+    home = {f"n{rank}": index for index, host in enumerate(hosts) for rank in host}
+    mine = [np.full(elements, rank) for rank in range(size)]
+    places = [{o: np.zeros(elements, KIND) for o in range(size) if o != rank} for rank in range(size)]
+    for rank in range(size):
+        if name == "broadcast":
+            call = movements.broadcast(rank, size, root, view(mine[rank]), 8, KIND)
+        else:
+            views = {other: view(place) for other, place in places[rank].items()}
+            call = movements.all_gather(rank, size, view(mine[rank]), views, 8, KIND)
+        wires.post(f"n{rank}", call)
+    wires.run()
+    if name == "broadcast":
+        assert all((array == root).all() for array in mine)
+    else:
+        assert all((place == other).all() for each in places for other, place in each.items())
+    between = sum(
+        count for (source, target), count in wires.link_bytes.items() if home[source] != home[target]
+    )
+    blocks = 2 if name == "broadcast" else 2 * size
+    assert blocks * elements * 8 <= between <= blocks * elements * 8 + 100 * size * size
+
+
 def test_a_root_that_is_ahead_waits_for_the_slowest() -> None:
     wires = Wires(2, 0)
     wires.form()

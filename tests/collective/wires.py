@@ -26,6 +26,7 @@ class Wires:
         self._landing: dict[tuple[str, str], tuple[FrameHeader, bytes, memoryview | None]] = {}
         self.frames = 0
         self.payload_bytes = dict.fromkeys(self.names, 0)
+        self.link_bytes: dict[tuple[str, str], int] = {}
 
     def form(self, number: int = 1, names: tuple[str, ...] | None = None) -> None:
         for name in names or self.names:
@@ -60,6 +61,7 @@ class Wires:
         self.frames += 1
         payload = bytes(frame.payload) if frame.payload is not None else frame.head[HEADER_BYTES:]
         self.payload_bytes[source] += len(payload)
+        self.link_bytes[source, target] = self.link_bytes.get((source, target), 0) + len(payload)
         self._flying.setdefault((source, target), deque()).append((unpack_header(frame.head), payload))
         board.sent(frame)
 

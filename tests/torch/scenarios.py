@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+import mlfabric
 import mlfabric.torch
 from tests.torch import cases
 
@@ -124,8 +125,17 @@ def train_forms(rank: int, size: int, folder: str, forms: list[str]) -> Any:
 def train_by_hook(rank: int, size: int, folder: str) -> Any:
     """A job on Gloo whose gradients go over the fabric."""
     begin(rank, size, folder, "gloo")
-    state = mlfabric.torch.managed_state()
-    answers = [train(rank, dist.group.WORLD, "plain", hook) for hook in (state, None)]
+    store = dist.FileStore(f"{folder}/address", size)
+    options: dict[str, Any] = {"name": f"w{rank}", "expected": size, "job": "own"}
+    if rank == 0:
+        fabric = mlfabric.join("127.0.0.1:0", scheduler=True, **options)
+        store.set("address", fabric.address)
+    else:
+        fabric = mlfabric.join(store.get("address").decode(), scheduler=False, **options)
+    states = (mlfabric.torch.managed_state(), fabric, None)
+    answers = [train(rank, dist.group.WORLD, "plain", state) for state in states]
+    dist.barrier()
+    fabric.close()
     dist.destroy_process_group()
     return answers
 
@@ -273,12 +283,19 @@ def patience(rank: int, size: int, folder: str) -> Any:
     return answers
 
 
+def die_when_all_are_there(rank: int, size: int, folder: str) -> None:
+    """Rank 1 dies; nobody is in a call then."""
+    store = dist.FileStore(f"{folder}/done", size)
+    if rank == 1:
+        store.wait([str(other) for other in range(size) if other != 1], timedelta(seconds=60))
+        os.kill(os.getpid(), signal.SIGKILL)
+    store.set(str(rank), "x")
+
+
 def killed(rank: int, size: int, folder: str) -> Any:
     """Rank 1 dies; the others hear of it at once."""
     begin(rank, size, folder, timeout_s=60.0)
-    dist.barrier()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+    die_when_all_are_there(rank, size, folder)
     began = time.monotonic()
     answer = said(dist.all_reduce, torch.ones(200_000))
     return [answer, time.monotonic() - began]
@@ -290,9 +307,7 @@ def backward_fails(rank: int, size: int, folder: str) -> Any:
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 10))
     model(torch.ones(2, 10)).sum().backward()
-    dist.barrier()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+    die_when_all_are_there(rank, size, folder)
 
     def step() -> None:
         model(torch.ones(2, 10)).sum().backward()
@@ -306,7 +321,7 @@ def aborted(rank: int, size: int, folder: str) -> Any:
     if rank == 0:
         store.wait(["calls"], timedelta(seconds=30))
         dist.group.WORLD.abort()
-        return [said(dist.all_reduce, torch.ones(3))]
+        return [said(dist.all_reduce, torch.ones(3)), dist.group.WORLD._session.closed]
     work = dist.all_reduce(torch.ones(3), async_op=True)
     if rank == 1:
         store.set("calls", "x")
@@ -315,9 +330,10 @@ def aborted(rank: int, size: int, folder: str) -> Any:
 
 def again_and_again(rank: int, size: int, folder: str) -> Any:
     """Several inits in one process, each a fabric of its own; calls after the end say so."""
-    answers = []
+    answers: list[Any] = []
+    store = _shared(folder, size)
     for number in range(3):
-        begin(rank, size, f"{folder}")
+        dist.init_process_group("mlfabric", store=store, rank=rank, world_size=size)
         world = dist.group.WORLD
         total = torch.full((5,), float(number))
         dist.all_reduce(total)
@@ -338,6 +354,33 @@ def early_leavers(rank: int, size: int, folder: str) -> Any:
     dist.all_gather(parts, torch.full((1000,), float(rank)))
     dist.destroy_process_group()
     return [part[0].item() for part in parts]
+
+
+def without_a_scheduler(rank: int, size: int, folder: str) -> Any:
+    """Rank 0 leaves, and the scheduler with it; a group of the others and messages between them go on."""
+    begin(rank, size, folder)
+    rest = dist.new_group(list(range(1, size)))
+    if rank:
+        dist.barrier(group=rest)
+    dist.barrier()
+    store = dist.FileStore(f"{folder}/done", size)
+    if rank == 0:
+        dist.destroy_process_group()
+        store.set("gone", "x")
+        return "gone"
+    store.wait(["gone"], timedelta(seconds=30))
+    total = torch.full((100_000,), float(rank))
+    dist.all_reduce(total, group=rest)
+    place = torch.zeros(3)
+    if rank == 1:
+        dist.send(torch.ones(3), 2)
+    elif rank == 2:
+        dist.recv(place)
+    dist.barrier(group=rest)
+    left = said(dist.all_reduce, torch.ones(1))  # which ends the group of all
+    dist.barrier(group=rest)
+    dist.destroy_process_group()
+    return [total[5].item(), place.tolist() if rank == 2 else [1.0] * 3, left]
 
 
 def busy(rank: int, size: int, folder: str) -> Any:
@@ -383,9 +426,21 @@ def ways(rank: int, size: int, folder: str, port: int) -> Any:
     use()
     dist.init_process_group("mlfabric", init_method=f"tcp://127.0.0.1:{port + 1}", rank=rank, world_size=size)
     use()
-    os.environ["MLFABRIC_SECRET"] = "given"
+    os.environ.update(MLFABRIC_SECRET="given", MLFABRIC_ADDRESS="127.0.0.1")
     dist.init_process_group("cpu:mlfabric", init_method=f"file://{folder}/given", rank=rank, world_size=size)
     use()
+    # A scheduler of somebody else, where another job may have ranks of the same numbers.
+    store = _shared(folder, size)
+    if not rank:
+        scheduler = mlfabric.join("127.0.0.1:0", scheduler=True, name="rank0", secret="given")
+        store.set("scheduler", scheduler.address)
+    os.environ["MLFABRIC_SCHEDULER"] = store.get("scheduler").decode()
+    dist.init_process_group("mlfabric", init_method=f"file://{folder}/there", rank=rank, world_size=size)
+    use()
+    store.set(f"used by {rank}", "x")
+    store.wait([f"used by {each}" for each in range(size)], timedelta(seconds=30))
+    if not rank:
+        scheduler.close()
     return answers
 
 

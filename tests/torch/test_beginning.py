@@ -20,7 +20,7 @@ def free_port() -> int:
 
 
 def test_every_way_to_rendezvous(worlds: Worlds) -> None:
-    assert worlds.check("ways", 2, port=free_port()) == [[[2.0, 2.0]] * 4] * 2
+    assert worlds.check("ways", 2, port=free_port()) == [[[2.0, 2.0]] * 5] * 2
 
 
 def test_the_profiler_shows_a_span_for_every_call(worlds: Worlds) -> None:

@@ -110,6 +110,7 @@ def test_backward_raises_when_a_rank_dies(worlds: Worlds) -> None:
 def test_abort_ends_what_runs_on_every_rank(worlds: Worlds) -> None:
     answers = worlds.check("aborted", 3)
     assert "group world was aborted" in answers[0][0]
+    assert answers[0][1]
     for rank in (1, 2):
         for said in answers[rank]:
             assert "group world was aborted by rank 0" in said
@@ -124,6 +125,14 @@ def test_a_process_may_begin_again_after_the_end(worlds: Worlds) -> None:
 def test_ranks_may_leave_after_their_last_call(worlds: Worlds) -> None:
     for _ in range(3):
         assert worlds.check("early_leavers", 4) == [[0.0, 1.0, 2.0, 3.0]] * 4
+
+
+def test_a_group_outlives_the_scheduler(worlds: Worlds) -> None:
+    gone, *answers = worlds.check("without_a_scheduler", 4)
+    assert gone == "gone"
+    for total, place, left in answers:
+        assert (total, place) == (6.0, [1.0] * 3)
+        assert "rank 0 (rank0) has left" in left
 
 
 @pytest.mark.full

@@ -12,7 +12,7 @@ from mlfabric.collective import operations
 from mlfabric.collective.exchange import Buffers
 from mlfabric.collective.frames import Announcement, Sizes
 from mlfabric.collective.operations import Operation
-from mlfabric.collective.routes import Route, Segment, Shares, broadcast_segments
+from mlfabric.collective.routes import Route, Segment, Shares, broadcast_segments, spread_route
 
 
 def broadcast(
@@ -40,13 +40,16 @@ def all_gather(
     dtype: str,
     priority: int = 0,
 ) -> Operation:
-    """Everybody's block goes to all; `others` are the places for theirs, which may differ in size."""
+    """Everybody's block goes to all; `others` are the places for theirs, which may differ in size.
+
+    A large one enters each host or rack once.
+    """
     views = {**others, rank: mine}
     counts = tuple(len(views[block]) // itemsize for block in range(size))
 
     def segments(shares: Shares) -> list[Segment]:
         return [
-            Segment(block, 0, len(views[block]), _from_one(rank, block, _others(rank, size)))
+            Segment(block, 0, len(views[block]), spread_route(rank, block, size, shares))
             for block in range(size)
         ]
 

@@ -167,23 +167,54 @@ def reduce_to_segments(lengths: Sequence[int], root: int, rank: int) -> list[Seg
     return segments
 
 
+def spread_route(rank: int, origin: int, size: int, shares: Shares, without: Sequence[int] = ()) -> Route:
+    """A block of one rank goes to all others, but for some, once into each domain that is not its own."""
+    others = [each for each in range(size) if each != origin and each not in without]
+    if rank != origin and rank not in others:
+        return Route()
+    homes = {each: index for index, domain in enumerate(shares.domains) for each in domain}
+    if not homes:
+        return Route(forward=_after(origin, others)) if rank == origin else Route(source=origin)
+    inside: dict[int, list[int]] = {}
+    for each in others:
+        inside.setdefault(homes[each], []).append(each)
+    # Different origins lead through different ranks of a domain, so that all of them carry their part.
+    leads = {home: held[origin % len(held)] for home, held in inside.items() if home != homes[origin]}
+    near = inside.get(homes[origin], [])
+    if rank == origin:
+        return Route(forward=(*_after(origin, list(leads.values())), *near))
+    if homes[rank] == homes[origin]:
+        return Route(source=origin)
+    lead = leads[homes[rank]]
+    if rank != lead:
+        return Route(source=lead)
+    return Route(source=origin, forward=tuple(each for each in inside[homes[rank]] if each != lead))
+
+
+def _after(rank: int, others: Sequence[int]) -> tuple[int, ...]:
+    """In the order of ranks, the next one first: not everybody begins with the same."""
+    return (*(each for each in others if each > rank), *(each for each in others if each < rank))
+
+
 def broadcast_segments(elements: int, itemsize: int, shares: Shares, root: int, rank: int) -> list[Segment]:
-    """The root sends each share once, to the rank that hands it to all others."""
+    """The root sends each share once, to the rank that hands it to all others; its own domain it serves."""
     size = len(shares.broadcasts)
     weights = [0.0 if other == root else share for other, share in enumerate(shares.broadcasts)]
     if not any(weights):
         weights = [float(other != root) for other in range(size)]
+    near = next((domain for domain in shares.domains if root in domain), (root,))
     segments = []
-    bounds = cut(elements, weights)
-    for relay, (start, stop) in enumerate(pairwise(bounds)):
+    for relay, (start, stop) in enumerate(pairwise(cut(elements, weights))):
         if relay == root:
             continue
-        rest = tuple((relay + step) % size for step in range(1, size) if (relay + step) % size != root)
+        served = (root,) if relay in near else near
         if rank == root:
-            route = Route(forward=(relay,))
-        elif rank == relay:
-            route = Route(source=root, forward=rest)
+            route = Route(forward=(relay, *(each for each in served if each != root)))
+        elif rank in served:
+            route = Route(source=root)
         else:
-            route = Route(source=relay)
+            route = spread_route(rank, relay, size, shares, served)
+            if rank == relay:
+                route = Route(source=root, forward=route.forward)
         segments.append(Segment(0, start * itemsize, stop * itemsize, route))
     return segments

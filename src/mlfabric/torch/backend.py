@@ -33,7 +33,9 @@ def create(options: Any, backend_options: Any) -> FabricProcessGroup:
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     name = str(options.group_id) if options.global_ranks_in_group else "world"
     group = FabricProcessGroup(session, owned, name, ranks, options.group_rank, options.timeout)
-    if owned:
+    if not owned:
+        group.form()
+    else:
         try:
             group.barrier().wait()  # everybody is here, and has links to all
         except BaseException:

@@ -54,7 +54,7 @@ class Calls(dist.ProcessGroup):  # type: ignore[misc]
         self._label = name
         self._me = rank
         self._count = len(global_ranks)
-        self._nodes = tuple(f"rank{each}" for each in global_ranks)
+        self._nodes = session.nodes(global_ranks)
         self._timeout_s = timeout.total_seconds()
         self._sequence = {False: 0, True: 0}
         self._coalescing: list[FabricWork] | None = None
@@ -90,6 +90,10 @@ class Calls(dist.ProcessGroup):  # type: ignore[misc]
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
+
+    def form(self) -> None:
+        """Have the group formed as soon as all have come; nobody waits for it before the first call."""
+        self._session.client.group(self._label, self._nodes)
 
     # --- beginning a call -------------------------------------------------------------------------------
 
@@ -227,11 +231,14 @@ class Calls(dist.ProcessGroup):  # type: ignore[misc]
     # --- the end ----------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """End all that runs in this group, on every rank."""
+        """End all that runs in this group, on every rank; with the group that made it, leave the fabric."""
         reason = f"group {self._label} was aborted by rank {self._me}"
         self._closed = self._closed or "was aborted"
-        if not self._session.closed:
-            self._session.engine.call(lambda: self._session.client.break_group(self._label, reason))
+        if self._session.closed:
+            return
+        self._session.engine.call(lambda: self._session.client.break_group(self._label, reason))
+        if self._owns_session:
+            self._session.close()
 
     def shutdown(self) -> None:
         """Leave the group; with the group that made it, the fabric."""

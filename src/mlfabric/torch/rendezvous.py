@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,6 +28,8 @@ from mlfabric.torch.errors import CollectiveError, CollectiveTimeoutError
 ANSWER_S = 5.0
 # A rank that says nothing for so long, or for the time-out of the job if that is longer, is taken for lost.
 SILENCE_S = 600.0
+# The job's name where it has a scheduler of its own.
+EMBEDDED = "torch"
 
 
 class Presence(msgspec.Struct, frozen=True):
@@ -42,25 +45,36 @@ class Verdict(msgspec.Struct, frozen=True):
     error: str = ""
     address: str = ""
     secret: str = ""  # empty: everybody has been given one
+    job: str = EMBEDDED
+
+
+def node_name(job: str, rank: int) -> str:
+    """What a rank is called in its fabric."""
+    return f"rank{rank}" if job == EMBEDDED else f"{job}.rank{rank}"
 
 
 def meet(
-    store: Any, rank: int, names: Sequence[str], job: str, timeout: timedelta, settings: TorchSettings
-) -> Fabric:
-    """Become a member of a fabric of these ranks; rank 0 embeds its scheduler unless one was named."""
+    store: Any, rank: int, ranks: Sequence[int], timeout: timedelta, settings: TorchSettings
+) -> tuple[Fabric, str]:
+    """Become a member of a fabric of these ranks; the fabric, and the name of the job in it.
+
+    The first of them embeds the scheduler, unless one was named.
+    """
     until = time.monotonic() + timeout.total_seconds()
-    presence = Presence(len(names), _network())
+    presence = Presence(len(ranks), _network())
     store.set(f"here/{rank}", msgspec.json.encode(presence).decode())
     if rank:
-        return _follow(store, rank, names, job, until, settings)
+        return _follow(store, rank, ranks, until, settings)
     try:
-        others = _collect(store, presence, len(names), until)
-        fabric, verdict = _lead(store, names, job, others, settings, until)
+        others = _collect(store, presence, len(ranks), until)
+        fabric, verdict = _lead(store, ranks, others, settings, until)
     except FabricError as error:
         store.set("verdict", msgspec.json.encode(Verdict(error=str(error))).decode())
+        if isinstance(error, CollectiveError):
+            raise
         raise CollectiveError(str(error)) from None
     store.set("verdict", msgspec.json.encode(verdict).decode())
-    return fabric
+    return fabric, verdict.job
 
 
 def _collect(store: Any, mine: Presence, size: int, until: float) -> list[Presence]:
@@ -86,18 +100,15 @@ def _collect(store: Any, mine: Presence, size: int, until: float) -> list[Presen
 
 
 def _lead(
-    store: Any,
-    names: Sequence[str],
-    job: str,
-    others: list[Presence],
-    settings: TorchSettings,
-    until: float,
+    store: Any, ranks: Sequence[int], others: list[Presence], settings: TorchSettings, until: float
 ) -> tuple[Fabric, Verdict]:
     drawn = "" if settings.secret else secrets.token_hex(32)
     secret = settings.secret or drawn.encode()
     embedded = settings.scheduler is None
+    job = EMBEDDED
     if settings.scheduler is not None:
         address = settings.scheduler
+        job = f"torch-{secrets.token_hex(4)}"  # other jobs may be there
     elif settings.address is not None:
         host, _ = parse_address(settings.address)
         address = settings.address if settings.address != host else format_address(host, 0)
@@ -105,13 +116,15 @@ def _lead(
         address = "127.0.0.1:0"
     else:
         address = format_address(_own_address(store), 0)
-    fabric = _join(address, names[0], job, len(names), embedded, secret, until)
-    return fabric, Verdict(address=fabric.address if embedded else address, secret=drawn)
+    if not embedded and drawn:
+        raise CollectiveError("a scheduler is named by MLFABRIC_SCHEDULER; set MLFABRIC_SECRET to its secret")
+    fabric = _join(address, ranks[0], job, len(ranks), embedded, secret, until)
+    return fabric, Verdict(address=fabric.address if embedded else address, secret=drawn, job=job)
 
 
 def _follow(
-    store: Any, rank: int, names: Sequence[str], job: str, until: float, settings: TorchSettings
-) -> Fabric:
+    store: Any, rank: int, ranks: Sequence[int], until: float, settings: TorchSettings
+) -> tuple[Fabric, str]:
     written = _read(store, "verdict", max(until - time.monotonic(), 0.05) + ANSWER_S)
     if written is None:
         raise CollectiveTimeoutError("rank 0 did not come to init_process_group in time")
@@ -125,14 +138,20 @@ def _follow(
             "rank 0 was given a secret by MLFABRIC_SECRET and this rank was not; set it for all"
         )
     try:
-        return _join(verdict.address, names[rank], job, len(names), False, secret, until + ANSWER_S)
+        fabric = _join(verdict.address, ranks[rank], verdict.job, len(ranks), False, secret, until + ANSWER_S)
     except FabricError as error:
         raise CollectiveError(str(error)) from None
+    return fabric, verdict.job
 
 
-def _join(address: str, name: str, job: str, size: int, embed: bool, secret: bytes, until: float) -> Fabric:
+def _join(address: str, rank: int, job: str, size: int, embed: bool, secret: bytes, until: float) -> Fabric:
     settings = from_environment(
-        address, job=job, name=name, embed_scheduler=embed, secret=secret, expected=size
+        address,
+        job=job,
+        name=node_name(job, rank),
+        embed_scheduler=embed,
+        secret=secret,
+        expected=size,
     )
     left = max(until - time.monotonic(), 1.0)
     # A script may hold the interpreter for long: silence alone must not end a job. Lost connections do.
@@ -152,7 +171,7 @@ def _read(store: Any, key: str, timeout_s: float) -> bytes | None:
 def _network() -> str:
     """Names the network stack of this process: processes that see the same loopback say the same."""
     try:
-        boot = open("/proc/sys/kernel/random/boot_id", encoding="ascii").read().strip()  # noqa: SIM115
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
         return socket.gethostname()

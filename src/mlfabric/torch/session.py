@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from mlfabric.api import Fabric
 from mlfabric.client import OperationCall
 from mlfabric.config import torch_settings
 from mlfabric.torch.recorder import Recorder
-from mlfabric.torch.rendezvous import meet
+from mlfabric.torch.rendezvous import meet, node_name
 from mlfabric.torch.work import Deadlines
 
 # Callbacks on futures run here; one may wait for another call, so there have to be some to spare.
@@ -23,23 +24,28 @@ POOL_THREADS = 32
 
 
 class Session:
-    def __init__(self, fabric: Fabric, ranks: Sequence[int], rank: int, recorder: Recorder) -> None:
+    def __init__(self, fabric: Fabric, job: str, recorder: Recorder) -> None:
         self.fabric = fabric
         self.engine = fabric._engine
         self.client = fabric._client
         self.client.groups_outlive_job = True
-        self.ranks = tuple(ranks)
+        self._job = job
         self.recorder = recorder
         self._pool = ThreadPoolExecutor(POOL_THREADS, thread_name_prefix="mlfabric-torch")
         self.deadlines = Deadlines()
         self.coalescing_lock = threading.Lock()
         self._closed = False
+        self._process = os.getpid()
         self._lock = threading.Lock()
         atexit.register(self.close)
 
     @property
     def closed(self) -> bool:
         return self._closed
+
+    def nodes(self, ranks: Sequence[int]) -> tuple[str, ...]:
+        """What ranks are called in the fabric."""
+        return tuple(node_name(self._job, rank) for rank in ranks)
 
     def later(self, do: Callable[..., Any], *arguments: Any) -> None:
         """Have something done off the engine's thread; not when the interpreter is about to end."""
@@ -51,6 +57,8 @@ class Session:
         self.engine.call(lambda: self.client.give_up(call, words))
 
     def close(self) -> None:
+        if os.getpid() != self._process:
+            return  # a fork has our memory, not our threads; the fabric is its parent's
         with self._lock:
             if self._closed:
                 return
@@ -76,10 +84,9 @@ def session_for(
     # A store may be used for several inits of the world: each has keys of its own, as other groups have.
     keys = _Prefixed(store, "mlfabric/" if global_ranks else f"mlfabric/{next(_inits)}/")
     settings = torch_settings()
-    names = [f"rank{each}" for each in ranks]
-    fabric = meet(keys, rank, names, "torch", timeout, settings)
+    fabric, job = meet(keys, rank, ranks, timeout, settings)
     recorder = Recorder(ranks[rank], settings.record_entries, settings.dump_prefix)
-    session = Session(fabric, ranks, rank, recorder)
+    session = Session(fabric, job, recorder)
     if not global_ranks:
         _world = session
     return session, True

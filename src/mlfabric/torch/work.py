@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ class FabricWork(dist.Work):  # type: ignore[misc]
         ended: Future[Any],
         title: Callable[[], str],
         tensors: Sequence[Any],
-        later: Callable[..., None],
+        later: Callable[..., Any],
         waiting_for: Callable[[], str],
     ) -> None:
         super().__init__()
@@ -128,6 +129,7 @@ class Deadlines:
         self._count = itertools.count()
         self._wake = threading.Condition()
         self._closed = False
+        self._sleeps_until = 0.0
         self._thread: threading.Thread | None = None
 
     def watch(self, timeout_s: float, ended: Future[Any], expire: Callable[[], None]) -> None:
@@ -135,12 +137,11 @@ class Deadlines:
         with self._wake:
             while self._heap and self._heap[0][2].done():
                 heapq.heappop(self._heap)
-            first = not self._heap or at < self._heap[0][0]
             heapq.heappush(self._heap, (at, next(self._count), ended, expire))
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._run, name="mlfabric-deadlines", daemon=True)
                 self._thread.start()
-            elif first:
+            elif at < self._sleeps_until:  # waking a thread for every call would cost more than the call
                 self._wake.notify()
 
     def _run(self) -> None:
@@ -155,7 +156,9 @@ class Deadlines:
                     if not ended.done():
                         due.append(expire)
                 if not due:
-                    self._wake.wait(self._heap[0][0] - now if self._heap else None)
+                    self._sleeps_until = self._heap[0][0] if self._heap else math.inf
+                    self._wake.wait(self._sleeps_until - now if self._heap else None)
+                    self._sleeps_until = 0.0
             for expire in due:
                 expire()
 
