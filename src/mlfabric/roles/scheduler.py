@@ -1070,6 +1070,7 @@ class Scheduler:
         return StatusReport(
             scheduler=self._settings.node,
             term=self._settings.term,
+            now_s=now,
             undecided=self._rebuilding is not None or any(job.alone for job in self._jobs.values()),
             members=tuple(
                 member_status(
