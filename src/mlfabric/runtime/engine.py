@@ -47,7 +47,7 @@ from mlfabric.roles.actions import Action, FailJob, Note
 from mlfabric.roles.scheduler import Scheduler
 from mlfabric.runtime.connection import Connection, Receiving, Sending
 from mlfabric.runtime.pacing import prepare_socket
-from mlfabric.runtime.tls import AnySocket, Tls
+from mlfabric.runtime.tls import Tls
 from mlfabric.runtime.trust import NONCE_BYTES, Handshake, Purpose, Refused, encode_refusal
 from mlfabric.wire import (
     MAX_CONTROL_BYTES,
@@ -232,7 +232,7 @@ class Engine:
         for connection in late:
             if not connection.outbound:
                 said = f"closed a connection from {_origin(connection)}: it did not prove itself in time"
-                self._complain(_host(connection.sock), "late", said)
+                self._complain(_host(connection), "late", said)
             self._lose(connection, "no handshake in time" if connection.connected else "no answer")
         for peer, (until, reason) in list(self._leaving.items()):
             if now >= until:
@@ -255,12 +255,12 @@ class Engine:
 
     def _accept(self) -> None:
         try:
-            sock, _ = self._listener.accept()
+            sock, origin = self._listener.accept()
         except (BlockingIOError, ConnectionError):
             return
         strangers = sum(1 for c in self._connections if not c.ready and not c.outbound)
         if strangers >= MAX_STRANGERS:
-            self._complain(_host(sock), "too many", "closed a connection: too many prove themselves just now")
+            self._complain(origin[0], "too many", "closed a connection: too many prove themselves just now")
             sock.close()
             return
         handshake = Handshake(
@@ -268,7 +268,9 @@ class Engine:
         )
         prepare_socket(sock, bulk=False)
         secured = self._tls.wrap(sock, called=True) if self._tls is not None else sock
-        self._add(Connection(secured, handshake, "", False, time.monotonic() + HANDSHAKE_S))
+        connection = Connection(secured, handshake, "", False, time.monotonic() + HANDSHAKE_S)
+        connection.origin = format_address(*origin[:2])
+        self._add(connection)
 
     def _secret_of(self, job: str) -> bytes | None:
         return self._secret if self._job_secrets is None else self._job_secrets.get(job)
@@ -360,7 +362,7 @@ class Engine:
             self._refuse(connection, str(refusal))
         except WireError as error:
             said = f"closed a connection from {_origin(connection)}: {error}"
-            self._complain(_host(connection.sock), "garbage", said)
+            self._complain(_host(connection), "garbage", said)
             self._lose(connection, f"it sent something else: {error}")
         except OSError as error:
             self._lose(connection, (error.strerror or str(error)).lower())
@@ -384,7 +386,7 @@ class Engine:
 
     def _refuse(self, connection: Connection, reason: str) -> None:
         said = f"handshake with {_origin(connection)} failed: {reason}"
-        self._complain(_host(connection.sock), reason, said)
+        self._complain(_host(connection), reason, said)
         if not connection.outbound:
             with contextlib.suppress(OSError, Refused):
                 connection.sock.send(encode_frame(Kind.HANDSHAKE, encode_refusal(reason)))
@@ -591,17 +593,9 @@ class Engine:
             self.client.resolve(action)
 
 
-def _host(sock: AnySocket) -> str:
-    try:
-        return str(sock.getpeername()[0])
-    except OSError:
-        return "a stranger"
+def _host(connection: Connection) -> str:
+    return parse_address(connection.origin)[0] if connection.origin else connection.peer
 
 
 def _origin(connection: Connection) -> str:
-    if connection.peer:
-        return connection.peer
-    try:
-        return format_address(*connection.sock.getpeername()[:2])
-    except OSError:
-        return "a stranger"
+    return connection.peer or connection.origin
