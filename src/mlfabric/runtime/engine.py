@@ -68,6 +68,7 @@ CONNECT_S = 5.0
 # What a host answers where no process listens any more.
 REFUSED = os.strerror(errno.ECONNREFUSED).lower()
 LEAVE_S = 0.5  # after one connection of a peer has ended, the others may carry what was under way
+MAX_LOOKS = 3  # connections opened to find out whether a peer is gone
 QUIET_S = 60.0  # for how long the same complaint about a host is not repeated
 MAX_COMPLAINTS = 1000
 MAX_STRANGERS = 64  # connections that have not proved themselves yet
@@ -122,6 +123,7 @@ class Engine:
         self._out: dict[tuple[str, Purpose], Connection] = {}
         self._sending: dict[str, Connection] = {}  # transfer -> connection
         self._leaving: dict[str, tuple[float, str]] = {}  # a connection of theirs ended: (until, reason)
+        self._looked: dict[str, int] = {}  # how often we tried whether a peer is gone
         self._streams = 0
         self._stopping = False
         self._linger_until: float | None = None
@@ -407,8 +409,16 @@ class Engine:
             self._leaving.setdefault(peer, (time.monotonic() + LEAVE_S, reason))
         else:
             self._peer_down(peer, reason)
-            if connection.ready:
-                self._to(peer, Purpose.CONTROL)  # where its process is gone, its host says so at once
+            if connection.connected:
+                self._look_for(peer)
+
+    def _look_for(self, peer: str) -> None:
+        """Where its process is gone, its host says so at once. A process that is just dying may still take a
+        connection and drop it, so it is tried more than once, and not for ever."""
+        looked = self._looked.get(peer, 0)
+        if looked < MAX_LOOKS:
+            self._looked[peer] = looked + 1
+            self._to(peer, Purpose.CONTROL)
 
     def _drop(self, connection: Connection) -> None:
         self._connections.discard(connection)
@@ -472,6 +482,7 @@ class Engine:
             connection.peer = handshake.peer
             connection.reader.limit_bytes = MAX_CONTROL_BYTES
             connection.become_ready()
+            self._looked.pop(connection.peer, None)
         self._watch(connection)
 
     def _on_query(self, connection: Connection, frame: Frame) -> None:
