@@ -471,8 +471,11 @@ class Scheduler:
     def _publish(self, job: _Job, sender: str, message: PublishWanted) -> list[Action]:
         if job.failed is not None:
             return [Send(sender, "worker", PublishRefused(job.failed))]
-        if job.published is None:
+        gone = job.publisher not in self._members or job.publisher == sender
+        if job.published is None or (not job.ready and gone):
+            # Who had published it and is gone, or comes again, has its values still to send.
             job.published, job.publisher = message, sender
+            job.placed, job.book = False, None
             return self._begin_model(job)
         difference = _difference(job.published.arrays, message.arrays)
         if difference:
