@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("mlfabric.bench.cli", "app"),
     "certs": ("mlfabric.commands.certs", "app"),
     "demo": ("mlfabric.commands.demo", "app"),
+    "doctor": ("mlfabric.commands.operate", "doctor_app"),
     "drain": ("mlfabric.commands.operate", "drain_app"),
     "lab": ("mlfabric.lab.cli", "app"),
     "node": ("mlfabric.commands.members", "node_app"),

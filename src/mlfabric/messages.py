@@ -269,6 +269,7 @@ class JobStatus(msgspec.Struct, frozen=True):
 class StatusReport(Message, frozen=True):
     scheduler: str
     term: int
+    now_s: float  # the scheduler's clock
     undecided: bool  # it waits for reports
     members: tuple[MemberStatus, ...]
     jobs: tuple[JobStatus, ...]

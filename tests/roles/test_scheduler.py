@@ -133,6 +133,15 @@ def test_a_member_is_accepted_and_everybody_hears_of_it() -> None:
     assert {m.node for m in said(Members, actions, "w0").members} == {"w0", "w1"}
 
 
+def test_a_publisher_that_comes_back_before_training_sends_its_values_again() -> None:
+    fabric = Fabric("w0", "w1", "s0")
+    assert sent(PublishFirst, fabric.publish("w0"), "w0")
+    assert not sent(PublishFirst, fabric.publish("w1"))
+    assert sent(PublishFirst, fabric.publish("w0"), "w0")
+    fabric(PeerLost("w0", "closed", True))
+    assert sent(PublishFirst, fabric.publish("w1"), "w1")
+
+
 def test_a_name_that_is_taken_is_refused_with_a_sentence() -> None:
     fabric = Fabric("w0")
     actions = fabric.join("w0", host="elsewhere")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from mlfabric.events import DeadlinePassed, PeerLost
+from mlfabric.events import DeadlinePassed, GroupRequested, PeerLost, SchedulerChanged
 from mlfabric.messages import (
     LEFT,
     SCHEDULER,
     AppliedIds,
     ArraySpec,
     Grant,
+    GroupFormed,
+    GroupHeld,
+    GroupWanted,
     Heartbeat,
     HeartbeatSeen,
     JobKnown,
@@ -29,6 +32,7 @@ from mlfabric.messages import (
     RuleSpec,
     ShardRange,
     ShardReport,
+    SharesPlanned,
     StepDown,
     Version,
     VoteGiven,
@@ -43,9 +47,11 @@ from mlfabric.roles.actions import (
     Send,
     StartRole,
     StopRole,
+    WorkerSettings,
 )
 from mlfabric.roles.leases import CEILING_S, FLOOR_S, Leases
 from mlfabric.roles.member import Member
+from mlfabric.roles.participant import Participant
 from mlfabric.roles.scheduler import Scheduler
 from mlfabric.roles.succession import STEP_S
 from tests.roles.feeding import Fed, notes, of, one, said, sent
@@ -307,3 +313,29 @@ def test_a_scheduler_that_waits_in_vain_for_most_members_answers_nobody() -> Non
     for name in ("w1", "s0"):
         fed.reports(name, JobKnown(READY))
     assert notes("rebuilt", fed.wait(1.1))
+
+
+HELD_SHARES = SharesPlanned(7, 3, (0.5, 0.5), (0.5, 0.5), (), (), 1024, 1.0, "equal")
+
+
+def test_groups_outlive_their_scheduler_and_who_missed_one_hears_of_it() -> None:
+    fed = Fed(Scheduler(SchedulerSettings("w0", 1, 5, ("w0", "w1"), 1.0)))
+    for name in ("w0", "w1"):
+        fed.tell(Register(info(name), name, 1), name)
+    fed.tell(GroupWanted(""), "w1")  # it died before it told w1 that the group was formed
+    fed.tell(GroupHeld(7, "", ("w0", "w1"), HELD_SHARES), "w0")
+    fed.tell(Reported(1), "w0")
+    actions = fed.tell(Reported(1), "w1")
+    assert said(GroupFormed, actions, "w1") == GroupFormed(7, "", ("w0", "w1"))
+    assert said(SharesPlanned, actions, "w1").plan > 3
+    assert not sent(GroupFormed, actions, "w0")
+
+
+def test_a_participant_tells_a_new_scheduler_of_its_groups() -> None:
+    fed = Fed(Participant(WorkerSettings("w0", "w0", SCHEDULER)))
+    fed(GroupRequested("", ()))
+    fed.tell(GroupFormed(7, "", ("w0", "w1")))
+    fed.tell(HELD_SHARES)
+    fed(GroupRequested("pair", ("w0", "w1")))
+    told = [action.message for action in of(Send, fed(SchedulerChanged("w1", 1)))]
+    assert told == [GroupHeld(7, "", ("w0", "w1"), HELD_SHARES), GroupWanted("pair", ("w0", "w1"))]

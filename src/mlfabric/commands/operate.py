@@ -1,7 +1,8 @@
-"""`mlfabric status` and `mlfabric drain`: what people ask a running fabric, over a proven connection."""
+"""`mlfabric status`, `drain` and `doctor`: what people ask a running fabric, and the host they are on."""
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Annotated
 
@@ -10,16 +11,22 @@ from rich.table import Table
 
 from mlfabric.commands.output import console, print_json
 from mlfabric.config import Settings, from_environment
+from mlfabric.doctor import Facts, examine
 from mlfabric.errors import ConnectError, FabricError
 from mlfabric.messages import DrainAnswered, DrainWanted, StatusReport, StatusWanted
+from mlfabric.runtime.host import gather
 from mlfabric.runtime.probe import ask_scheduler
 from mlfabric.runtime.tls import Tls
 from mlfabric.units import format_rate
 
 status_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 drain_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+doctor_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 ASK_AGAIN_S = 0.2
+CLOCK_SAMPLES = 5
+# Of a question: two connections with two exchanges of the handshake each, then the answer.
+ROUND_TRIPS = 7
 
 _Address = Annotated[
     str | None, typer.Option("--at", help="address of the scheduler or any member; MLFABRIC_SCHEDULER")
@@ -74,6 +81,42 @@ def drain(
         print_json({"left": answer.nodes})
     else:
         console().print(f"{', '.join(answer.nodes)} left")
+
+
+@doctor_app.command()
+def doctor(
+    at: _Address = None,
+    job: _Job = None,
+    wait: _Wait = 5.0,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Check this host for what costs speed and say what to set. Changes nothing. With --at (or
+    MLFABRIC_SCHEDULER) also the way to the scheduler and the clock."""
+    findings = examine(_facts(at, job, wait))
+    if as_json:
+        print_json(findings)
+        return
+    screen = console()
+    for finding in findings:
+        screen.print(f"{'ok  ' if finding.good else 'slow'} {finding.what}: {finding.found}")
+        if finding.advice:
+            screen.print(f"     set: {finding.advice}")
+            screen.print(f"     gain: {finding.gain}")
+
+
+def _facts(at: str | None, job: str | None, wait_s: float) -> Facts:
+    if at is None and "MLFABRIC_SCHEDULER" not in os.environ:
+        return gather()
+    settings = _settings(at, job)
+    samples = []
+    for _ in range(CLOCK_SAMPLES):
+        began, asked = time.time(), time.monotonic()
+        report = _status(settings, wait_s)
+        took = time.monotonic() - asked
+        samples.append((took, report.now_s - (began + took / 2), len(report.members)))
+    took, offset, members = min(samples)
+    # The clock was read at the end of the last exchange, so half a question is how wrong it may be.
+    return gather(settings.scheduler, took / ROUND_TRIPS, (offset, took / 2), members)
 
 
 def _settings(at: str | None, job: str | None) -> Settings:

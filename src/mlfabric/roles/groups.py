@@ -25,6 +25,8 @@ from mlfabric.topology import Network
 PENDING_S = 1.0
 # Rates learned within this time are planned with together.
 GATHER_S = 0.03
+# A new scheduler does not know how far the last one counted groups and plans.
+NUMBERS_PER_TERM = 2**20
 # A new plan has to be faster by this factor: every change costs an operation that is half old, half new.
 WORTH_CHANGING = 1.05
 # Soon after the last change only a large gain is believed: rates are still being learned.
@@ -46,15 +48,16 @@ class _Formed:
     plan: GroupPlan
     plans: int = 1  # how many it has had
     changed_at: float = -SOON_S
+    holders: set[str] | None = None  # of a group formed by an earlier scheduler: who knows of it
 
 
 class Groups:
     """The groups of one job."""
 
-    def __init__(self) -> None:
+    def __init__(self, term: int = 0) -> None:
         self._forming: dict[str, _Forming] = {}  # by name
         self._formed: dict[int, _Formed] = {}  # by number
-        self._count = 0
+        self._count = self._first_plan = term * NUMBERS_PER_TERM
         self._replan_at: float | None = None
 
     def want(self, node: str, message: GroupWanted, now: float) -> None:
@@ -96,13 +99,17 @@ class Groups:
             return (f"{absent} workers that have not joined",)
         return missing
 
-    def held(self, message: GroupHeld, hosts: Mapping[str, str]) -> None:
+    def held(self, node: str, message: GroupHeld, hosts: Mapping[str, str]) -> None:
         """A member of a group that an earlier scheduler formed: from now on it is ours to plan for."""
-        self._count = max(self._count, message.number)
+        if any(member not in hosts for member in message.nodes):
+            return  # one of whose members somebody is missing is over
         known = self._formed.get(message.number)
         shares = message.shares
-        if any(node not in hosts for node in message.nodes) or (known and known.plans >= shares.plan):
-            return  # others will tell once all are here
+        if known is not None:
+            known.plans = max(known.plans, shares.plan)
+            if known.holders is not None:
+                known.holders.add(node)
+            return
         plan = GroupPlan(
             shares.reduces,
             shares.broadcasts,
@@ -112,8 +119,27 @@ class Groups:
             shares.predicted_s,
             shares.reason,
         )
-        places = tuple(hosts[node] for node in message.nodes)
-        self._formed[message.number] = _Formed(message.name, message.nodes, places, plan, shares.plan)
+        places = tuple(hosts[member] for member in message.nodes)
+        plans = max(self._first_plan, shares.plan)
+        self._formed[message.number] = _Formed(
+            message.name, message.nodes, places, plan, plans, holders={node}
+        )
+
+    def welcome(self, node: str, message: GroupWanted) -> list[Action]:
+        """Who had not heard of a group before the scheduler changed hears of it now."""
+        for number, group in self._formed.items():
+            unaware = group.holders is not None and node in group.nodes and node not in group.holders
+            if group.name == message.name and unaware:
+                assert group.holders is not None
+                group.holders.add(node)
+                group.plans += 1  # all get the same shares, whatever the last scheduler had sent to whom
+                shares = _shares(number, group.plans, group.plan)
+                formed = GroupFormed(number, group.name, group.nodes)
+                return [
+                    Send(node, "participant", formed),
+                    *(Send(each, "participant", shares) for each in group.nodes),
+                ]
+        return []
 
     def rates_changed(self, now: float) -> None:
         """Plan again soon: when a link changes, others are learned anew a moment later."""

@@ -49,9 +49,10 @@ class Participant:
                 self._waiting[name] = event
                 return [self._tell(GroupWanted(name, nodes))]
             case SchedulerChanged():
+                # It hears of the groups there are, then of those that are waited for.
                 return [
-                    *(self._tell(GroupWanted(name, event.nodes)) for name, event in self._waiting.items()),
                     *(self._tell(self._held(number)) for number in self._shares),
+                    *(self._tell(GroupWanted(name, event.nodes)) for name, event in self._waiting.items()),
                 ]
             case MessageReceived(message=GroupPending(name=name, missing=missing)) if name in self._waiting:
                 return [GroupWaits(name, missing)]

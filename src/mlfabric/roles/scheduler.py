@@ -207,12 +207,15 @@ class Scheduler:
             return self._reported(job, sender, message)
         if isinstance(message, PublishWanted):
             return self._publish(job, sender, message)
+        if isinstance(message, GroupHeld):
+            job.groups.held(sender, message, {node: member.host for node, member in self._members.items()})
+            return []
         if isinstance(message, GroupWanted):
+            known = job.groups.welcome(sender, message)
+            if known:
+                return known
             job.groups.want(sender, message, now)
             return self._form(job, message.name)
-        if isinstance(message, GroupHeld):
-            job.groups.held(message, {node: member.host for node, member in self._members.items()})
-            return []
         if isinstance(message, PullWanted):
             return self._pull(job, sender, message, now)
         book = job.book
@@ -275,7 +278,9 @@ class Scheduler:
         return name if life == 1 else f"{name}~{life}"
 
     def _admit(self, member: MemberInfo, label: str, expected: int, now: float, attempt: int = 0) -> _Job:
-        job = self._jobs.setdefault(member.job, _Job(member.job))
+        if member.job not in self._jobs:
+            self._jobs[member.job] = _Job(member.job, groups=Groups(self._settings.term))
+        job = self._jobs[member.job]
         job.expected = max(job.expected, expected)
         job.enough = (-1.0, False)
         self._members[member.node] = member
@@ -476,8 +481,11 @@ class Scheduler:
     def _publish(self, job: _Job, sender: str, message: PublishWanted) -> list[Action]:
         if job.failed is not None:
             return [Send(sender, "worker", PublishRefused(job.failed))]
-        if job.published is None:
+        gone = job.publisher not in self._members or job.publisher == sender
+        if job.published is None or (not job.ready and gone):
+            # Who had published it and is gone, or comes again, has its values still to send.
             job.published, job.publisher = message, sender
+            job.placed, job.book = False, None
             return self._begin_model(job)
         difference = _difference(job.published.arrays, message.arrays)
         if difference:
@@ -869,7 +877,9 @@ class Scheduler:
             actions += self._announce(job)
             reports = rebuilding.reports(job.name)
             actions += self._resume(job, reports) if reports.ready is not None else self._begin_model(job)
-        return [*actions, *(action for event in rebuilding.later for action in self.handle(event, now))]
+        # Groups that exist are known before anybody's wish for one is looked at.
+        later = sorted(rebuilding.later, key=lambda event: not _tells_of_group(event))
+        return [*actions, *(action for event in later for action in self.handle(event, now))]
 
     def _resume(self, job: _Job, reports: JobReports) -> list[Action]:
         """Go on with a job whose model is in place: shards as their leaders report them."""
@@ -1089,6 +1099,7 @@ class Scheduler:
         return StatusReport(
             scheduler=self._settings.node,
             term=self._settings.term,
+            now_s=now,
             undecided=self._rebuilding is not None or any(job.alone for job in self._jobs.values()),
             members=tuple(
                 member_status(
@@ -1123,6 +1134,10 @@ class Scheduler:
         for job in self._jobs.values():
             if job.book is not None:
                 job.book.validate()
+
+
+def _tells_of_group(event: Event) -> bool:
+    return isinstance(event, MessageReceived) and isinstance(event.message, GroupHeld)
 
 
 def _by_suitability(members: dict[str, MemberInfo], role: str) -> list[str]:

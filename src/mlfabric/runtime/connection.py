@@ -53,6 +53,7 @@ class Connection:
         self.handshake = handshake
         self.peer = peer  # known from the start where we call
         self.outbound = outbound
+        self.origin = ""  # "ip:port" of whoever called; a socket that was reset forgets it
         self.connected = not outbound
         self.ready = False
         self.link: Link | None = None  # reads and writes here, once there is one

@@ -52,7 +52,7 @@ from mlfabric.roles.scheduler import Scheduler
 from mlfabric.runtime.connection import Connection, Receiving, Sending
 from mlfabric.runtime.mesh import Closed, Link, Mesh
 from mlfabric.runtime.pacing import notice_death, prepare_socket, share_evenly
-from mlfabric.runtime.tls import AnySocket, Tls
+from mlfabric.runtime.tls import Tls
 from mlfabric.runtime.trust import NONCE_BYTES, Handshake, Purpose, Refused, encode_refusal
 from mlfabric.wire import (
     MAX_CONTROL_BYTES,
@@ -73,6 +73,7 @@ CONNECT_S = 5.0
 # What a host answers where no process listens any more.
 REFUSED = os.strerror(errno.ECONNREFUSED).lower()
 LEAVE_S = 0.5  # after one connection of a peer has ended, the others may carry what was under way
+MAX_LOOKS = 3  # connections opened to find out whether a peer is gone
 QUIET_S = 60.0  # for how long the same complaint about a host is not repeated
 MAX_COMPLAINTS = 1000
 MAX_STRANGERS = 64  # connections that have not proved themselves yet
@@ -132,6 +133,7 @@ class Engine:
         self._links_wanted: set[str] = set()  # peers whose address nobody knows yet
         self._leaving: dict[str, tuple[float, str]] = {}  # a connection of theirs ended: (until, reason)
         self._expire_at = 0.0
+        self._looked: dict[str, int] = {}  # how often we tried whether a peer is gone
         self._streams = 0
         self._stopping = False
         self._linger_until: float | None = None
@@ -276,7 +278,7 @@ class Engine:
         for connection in late:
             if not connection.outbound:
                 said = f"closed a connection from {_origin(connection)}: it did not prove itself in time"
-                self._complain(_host(connection.sock), "late", said)
+                self._complain(_host(connection), "late", said)
             self._lose(connection, "no handshake in time" if connection.connected else "no answer")
         for peer, (until, reason) in list(self._leaving.items()):
             if now >= until:
@@ -300,12 +302,12 @@ class Engine:
 
     def _accept(self) -> None:
         try:
-            sock, _ = self._listener.accept()
+            sock, origin = self._listener.accept()
         except (BlockingIOError, ConnectionError):
             return
         strangers = sum(1 for c in self._connections if not c.ready and not c.outbound)
         if strangers >= MAX_STRANGERS:
-            self._complain(_host(sock), "too many", "closed a connection: too many prove themselves just now")
+            self._complain(origin[0], "too many", "closed a connection: too many prove themselves just now")
             sock.close()
             return
         handshake = Handshake(
@@ -313,7 +315,9 @@ class Engine:
         )
         prepare_socket(sock, bulk=False)
         secured = self._tls.wrap(sock, called=True) if self._tls is not None else sock
-        self._add(Connection(secured, handshake, "", False, time.monotonic() + HANDSHAKE_S))
+        connection = Connection(secured, handshake, "", False, time.monotonic() + HANDSHAKE_S)
+        connection.origin = format_address(*origin[:2])
+        self._add(connection)
 
     def _secret_of(self, job: str) -> bytes | None:
         return self._secret if self._job_secrets is None else self._job_secrets.get(job)
@@ -412,7 +416,7 @@ class Engine:
             self._refuse(connection, str(refusal))
         except WireError as error:
             said = f"closed a connection from {_origin(connection)}: {error}"
-            self._complain(_host(connection.sock), "garbage", said)
+            self._complain(_host(connection), "garbage", said)
             self._lose(connection, f"it sent something else: {error}")
         except OSError as error:
             self._lose(connection, (error.strerror or str(error)).lower())
@@ -436,7 +440,7 @@ class Engine:
 
     def _refuse(self, connection: Connection, reason: str) -> None:
         said = f"handshake with {_origin(connection)} failed: {reason}"
-        self._complain(_host(connection.sock), reason, said)
+        self._complain(_host(connection), reason, said)
         if not connection.outbound:
             with contextlib.suppress(OSError, Refused):
                 connection.sock.send(encode_frame(Kind.HANDSHAKE, encode_refusal(reason)))
@@ -459,8 +463,16 @@ class Engine:
             self._leaving.setdefault(peer, (time.monotonic() + LEAVE_S, reason))
         else:
             self._peer_down(peer, reason)
-            if connection.ready:
-                self._to(peer, Purpose.CONTROL)  # where its process is gone, its host says so at once
+            if connection.connected:
+                self._look_for(peer)
+
+    def _look_for(self, peer: str) -> None:
+        """Where its process is gone, its host says so at once. A process that is just dying may still take a
+        connection and drop it, so it is tried more than once, and not for ever."""
+        looked = self._looked.get(peer, 0)
+        if looked < MAX_LOOKS:
+            self._looked[peer] = looked + 1
+            self._to(peer, Purpose.CONTROL)
 
     def _drop(self, connection: Connection) -> None:
         self._connections.discard(connection)
@@ -527,6 +539,7 @@ class Engine:
             connection.become_ready()
             if handshake.purpose is Purpose.COLLECTIVE:
                 self._become_link(connection)
+            self._looked.pop(connection.peer, None)
         self._watch(connection)
 
     def _become_link(self, connection: Connection) -> None:
@@ -667,17 +680,9 @@ class Engine:
             self.client.resolve(action)
 
 
-def _host(sock: AnySocket) -> str:
-    try:
-        return str(sock.getpeername()[0])
-    except OSError:
-        return "a stranger"
+def _host(connection: Connection) -> str:
+    return parse_address(connection.origin)[0] if connection.origin else connection.peer
 
 
 def _origin(connection: Connection) -> str:
-    if connection.peer:
-        return connection.peer
-    try:
-        return format_address(*connection.sock.getpeername()[:2])
-    except OSError:
-        return "a stranger"
+    return connection.peer or connection.origin
