@@ -30,7 +30,7 @@ from mlfabric.collective.staging import Staging
 from mlfabric.wire import WireError
 
 # Operations of one group that run at the same time; the next ones wait their turn.
-IN_FLIGHT = 3
+IN_FLIGHT = 4
 # Eager operations that may begin before the slowest rank has come to the first of them.
 EAGER_AHEAD = 16
 

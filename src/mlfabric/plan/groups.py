@@ -20,7 +20,7 @@ NOMINAL_BYTES: Final = 16_000_000
 # A rack uplink of unknown rate is taken as the sum of its hosts divided by this.
 UNKNOWN_OVERSUBSCRIPTION: Final = 8
 # Learned rates are never quite equal: other shares than equal ones have to gain more than this.
-LEAST_GAIN: Final = 0.08
+LEAST_GAIN: Final = 0.05
 # Chunks where all hosts are alike, and where a slow one would make everybody wait for its last.
 EVEN_CHUNK_BYTES: Final = 256 * 1024
 UNEVEN_CHUNK_BYTES: Final = 128 * 1024

@@ -27,11 +27,11 @@ PENDING_S = 1.0
 GATHER_S = 0.03
 # A new scheduler does not know how far the last one counted groups and plans.
 NUMBERS_PER_TERM = 2**20
-# A new plan has to be faster by this factor: every change costs an operation that is half old, half new.
+# A new plan that is faster by this factor is sent at once, one that is faster by less when it has been so for
+# a while: rates that have just been learned are never quite right.
+WORTH_CHANGING_NOW = 1.2
 WORTH_CHANGING = 1.05
-# Soon after the last change only a large gain is believed: rates are still being learned.
-SOON_S = 2.0
-WORTH_CHANGING_SOON = 1.25
+STEADY_S = 3.0
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class _Formed:
     hosts: tuple[str, ...]
     plan: GroupPlan
     plans: int = 1  # how many it has had
-    changed_at: float = -SOON_S
+    better_since: float | None = None  # since when another plan has been expected to be faster
     holders: set[str] | None = None  # of a group formed by an earlier scheduler: who knows of it
 
 
@@ -157,15 +157,25 @@ class Groups:
                 continue
             plan = plan_group(network, group.hosts)
             standing_s = predicted_time(network, group.hosts, group.plan)
-            soon = now < group.changed_at + SOON_S
-            if plan.predicted_s * (WORTH_CHANGING_SOON if soon else WORTH_CHANGING) >= standing_s:
+            if not self._worth_changing(group, standing_s / plan.predicted_s, now):
                 continue
-            group.plan, group.changed_at = plan, now
+            group.plan, group.better_since = plan, None
             group.plans += 1
             shares = _shares(number, group.plans, plan)
             actions.append(Note("replanned", f"group {group.name or 'of all workers'}: {plan.reason}"))
             actions += [Send(node, "participant", shares) for node in group.nodes]
         return actions
+
+    def _worth_changing(self, group: _Formed, gain: float, now: float) -> bool:
+        if gain <= WORTH_CHANGING:
+            group.better_since = None
+            return False
+        if group.better_since is None:
+            group.better_since = now
+        if gain > WORTH_CHANGING_NOW or now >= group.better_since + STEADY_S:
+            return True
+        self._replan_at = group.better_since + STEADY_S
+        return False
 
     def tell_pending(self, workers: Sequence[str], absent: int, now: float) -> list[Action]:
         actions: list[Action] = []

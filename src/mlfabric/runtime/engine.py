@@ -78,6 +78,8 @@ QUIET_S = 60.0  # for how long the same complaint about a host is not repeated
 MAX_COMPLAINTS = 1000
 MAX_STRANGERS = 64  # connections that have not proved themselves yet
 OFFSET_SAMPLES = 16
+# A peer that the scheduler gave up for its silence, but whose link is open, has so long to speak.
+SILENT_LINK_S = 15.0
 EXPIRE_S = 0.01  # how often it is looked whose time is up
 
 
@@ -130,6 +132,7 @@ class Engine:
         self._out: dict[tuple[str, Purpose], Connection] = {}
         self._sending: dict[str, Connection] = {}  # transfer -> connection
         self._links: dict[str, Connection] = {}
+        self._doubted: dict[str, tuple[float, int, str]] = {}  # given up: (until, bytes heard so far, why)
         self._links_wanted: set[str] = set()  # peers whose address nobody knows yet
         self._leaving: dict[str, tuple[float, str]] = {}  # a connection of theirs ended: (until, reason)
         self._expire_at = 0.0
@@ -280,6 +283,7 @@ class Engine:
                 said = f"closed a connection from {_origin(connection)}: it did not prove itself in time"
                 self._complain(_host(connection), "late", said)
             self._lose(connection, "no handshake in time" if connection.connected else "no answer")
+        self._look_at_doubted(now)
         for peer, (until, reason) in list(self._leaving.items()):
             if now >= until:
                 self._peer_down(peer, reason)
@@ -484,11 +488,36 @@ class Engine:
 
     def _peer_down(self, peer: str, reason: str) -> None:
         self._leaving.pop(peer, None)
+        self._doubted.pop(peer, None)
         for connection in [c for c in self._connections if c.peer == peer]:
             self._drop(connection)
             self._fail_transfers(connection, reason)
         self.mesh.lose(peer, reason)
         self.node.peer_lost(peer, reason, proved=reason == REFUSED)
+
+    def _peer_given_up(self, peer: str, reason: str) -> None:
+        """The scheduler hears nothing of a peer. Its place in the order is taken by others at once, but a
+        process that is merely busy, with the interpreter held, goes on with its collectives."""
+        link = self._links.get(peer)
+        if link is None or link not in self._connections or link.link is None:
+            self._peer_down(peer, reason)
+            return
+        self._leaving.pop(peer, None)
+        for connection in [c for c in self._connections if c.peer == peer and c is not link]:
+            self._drop(connection)
+            self._fail_transfers(connection, reason)
+        self._doubted[peer] = (time.monotonic() + SILENT_LINK_S, link.link.received_bytes, reason)
+        self.node.peer_lost(peer, reason)
+
+    def _look_at_doubted(self, now: float) -> None:
+        for peer, (until, received, reason) in list(self._doubted.items()):
+            connection = self._links.get(peer)
+            if connection is None or connection not in self._connections or connection.link is None:
+                del self._doubted[peer]
+            elif connection.link.received_bytes != received:
+                del self._doubted[peer]  # it speaks
+            elif now >= until:
+                self._peer_down(peer, reason)
 
     def _fail_transfers(self, connection: Connection, reason: str) -> None:
         broken = [sending.transfer for sending in connection.sendings if not sending.aborted]
@@ -671,7 +700,7 @@ class Engine:
             case NodeLost(node=node) if node == self.name:
                 self._said_goodbye = True  # the scheduler knows that we leave
             case NodeLost(node=node, reason=reason) if reason != LEFT:
-                self.call(lambda: self._peer_down(node, reason))
+                self.call(lambda: self._peer_given_up(node, reason))
 
     def resolve(self, action: Action) -> None:
         if isinstance(action, Note):
