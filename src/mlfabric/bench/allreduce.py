@@ -319,7 +319,7 @@ def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
         return
     table = Table(title=f"all-reduce between {rows[0]['hosts']} ranks", title_justify="left")
     for name in ("size", "contender", "median", "p10 - p90", "after idle", "tuned", "bound", "x bound"):
-        table.add_column(name, justify="left" if name == "contender" else "right")
+        table.add_column(name, justify="left" if name == "contender" else "right", no_wrap=True)
     for name in ("bus MB/s", "cpu s/GB", "errors"):
         table.add_column(name, justify="right")
 

@@ -10,8 +10,12 @@ import msgspec
 from rich.console import Console
 
 
+# Tables that go into a file or a pipe are not squeezed into eighty columns.
+PIPED_WIDTH = 160
+
+
 def console() -> Console:
-    return Console(highlight=False)
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
 
 
 def print_json(value: Any) -> None:

@@ -172,7 +172,7 @@ def _print(written: Scenario, results: list[Result], target: float | None) -> No
         columns += [f"to {target:.0%}", "best"]
     for column in columns:
         left = column in ("policy", "job", "an update is")
-        table.add_column(column, justify="left" if left else "right")
+        table.add_column(column, justify="left" if left else "right", no_wrap=column == "policy")
     for result in results:
         table.add_row(*_row(result, several, target is not None))
     out.print(table)
