@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-
 # Tables that go into a file or a pipe are not squeezed into eighty columns.
 PIPED_WIDTH = 160
 
