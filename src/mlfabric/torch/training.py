@@ -117,7 +117,8 @@ class Training:
         flat = self._flat
         if self._read is not None:
             return self._read.rule(flat.trained, flat.averaged, workers)
-        outer_rule = SGD(outer[0], outer[1], nesterov=outer[1] > 0)
+        # Every worker's change is a step of its own here, where DiLoCo steps once by their mean.
+        outer_rule = SGD(outer[0] / max(workers, 1), outer[1], nesterov=outer[1] > 0)
         if not flat.averaged:
             return outer_rule
         return Pieces(
