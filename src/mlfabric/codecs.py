@@ -165,10 +165,6 @@ class ErrorFeedback:
         """Of an update on the wire."""
         return sum(self._codec.size_bytes(count) for _, count in self._ranges)
 
-    @property
-    def residual_norm(self) -> float:
-        return float(np.linalg.norm(self._residual)) if self._residual is not None else 0.0
-
     def code(self, update: str, vector: Vector) -> Vector:
         """The update as its receivers will see it; the rest is kept."""
         wanted = vector if self._residual is None else vector + self._residual

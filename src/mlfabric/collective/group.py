@@ -56,7 +56,6 @@ class Running:
     plan: int  # the newest that we had
     early: list[tuple[int, FrameHeader, memoryview]] = field(default_factory=list)
     exchange: Exchange | None = None
-    plan_used: int = -1
     age: int = 0  # among all operations of the node, once it has its place
 
 
@@ -175,7 +174,6 @@ class Group:
             used = min([running.plan, *(each.plan for each in running.announced.values())])
             for number in [number for number in self._plans if number < used]:
                 del self._plans[number]
-        running.plan_used = used
         shares = self._plans[used] if not operation.eager else equal_shares(self.size)
         buffers = operation.buffers
         if operation.prepare is not None:

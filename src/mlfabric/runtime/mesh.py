@@ -46,7 +46,6 @@ class Link:
         # TLS takes and gives a record at a time, and may hold bytes that the kernel knows nothing of.
         self._sealed = isinstance(sock, TlsSocket)
         self.peer = peer
-        self.sent_bytes = 0
         self.received_bytes = 0
         self._board = board
         self._frames: deque[OutFrame] = deque()  # handed out, not yet all in the kernel's hands
@@ -74,7 +73,6 @@ class Link:
             except BlockingIOError:
                 self.blocked = True
                 break
-            self.sent_bytes += count
             if not self._advance(count) and not self._sealed:
                 self.blocked = True
                 break
