@@ -9,10 +9,10 @@ demo: $(VENV)/.ready-demo
 	$(RUN)/mlfabric demo
 
 test: check
-	$(RUN)/python -m pytest -m "not full"
+	PYTHON=$(RUN)/python bash scripts/test -m "not full"
 
 test-full: check
-	$(RUN)/python -m pytest
+	PYTHON=$(RUN)/python bash scripts/test
 
 check: $(VENV)/.ready-dev
 	$(RUN)/ruff format --check .
@@ -30,4 +30,4 @@ $(VENV)/.ready-%: pyproject.toml constraints.txt scripts/bootstrap
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis dist build
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

@@ -15,7 +15,11 @@ from mlfabric.units import goodput, parse_rate
 from tests.lab.streams import measured_rate, steady_rate, streaming
 
 
-@pytest.mark.parametrize("rate", ["10mbit", "200mbit", "1gbit", "2gbit"])
+# 2 Gb/s takes most of a core: on a busy machine that measures the machine.
+RATES = ["10mbit", "200mbit", "1gbit", pytest.param("2gbit", marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("rate", RATES)
 def test_tcp_gets_the_asked_rate_both_ways(make_lab: MakeLab, rate: str) -> None:
     lab = make_lab(hosts=2, rate=rate)
     asked = goodput(parse_rate(rate))
