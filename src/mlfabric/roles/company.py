@@ -7,6 +7,7 @@ from mlfabric.roles.domain import Domain, Job
 
 # A silent leader that nobody can replace is waited for so much longer: giving it up ends the job.
 IRREPLACEABLE_S = 10.0
+# For how long it need not count them again.
 COUNTED_S = 0.05
 
 

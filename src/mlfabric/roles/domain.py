@@ -20,6 +20,8 @@ from mlfabric.roles.orderbook import OrderBook
 
 @dataclass(slots=True)
 class Fetch:
+    """A pull under way: whose, which shards are still to come, and what that takes of the links."""
+
     node: str
     shards: set[int]
     reserved: dict[int, tuple[Reserved, float]]  # shard -> (transfer, when it should end)

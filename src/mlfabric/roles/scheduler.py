@@ -58,7 +58,7 @@ from mlfabric.roles.release import remainder
 from mlfabric.roles.resuming import Resuming
 from mlfabric.roles.status import job_status, member_status
 
-# How soon a scheduler that hears too few members looks again, and for how long it need not count them.
+# How soon a scheduler that hears too few members looks again.
 LOOK_AGAIN_S = 0.25
 
 
