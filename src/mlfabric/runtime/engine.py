@@ -50,7 +50,8 @@ from mlfabric.numerics import Vector
 from mlfabric.roles.actions import Action, FailJob, Note
 from mlfabric.roles.scheduler import Scheduler
 from mlfabric.runtime.connection import Connection, Receiving, Sending
-from mlfabric.runtime.mesh import Closed, Link, Mesh
+from mlfabric.runtime.link import Closed, Link
+from mlfabric.runtime.mesh import LinkEnd, Mesh
 from mlfabric.runtime.pacing import notice_death, prepare_socket, share_evenly
 from mlfabric.runtime.tls import Tls
 from mlfabric.runtime.trust import NONCE_BYTES, Handshake, Purpose, Refused, encode_refusal
@@ -112,7 +113,7 @@ class Engine:
         self.job = ""  # named when a connection is opened: its secret is meant
         self.traffic = Traffic()
         self.node = Node(name, self, data, log)
-        self.mesh = Mesh(Switchboard(name), self._open_link, self._watch_link)
+        self.mesh = Mesh(Switchboard(name), self._open_link, self._link_ended)
         self.client = Client(self.node, self._post, self.call, self.mesh.board)
         self._secret = secret
         self._tls = tls
@@ -144,6 +145,7 @@ class Engine:
         self._thread = threading.Thread(target=self._main, name=f"mlfabric-{name}", daemon=True)
         self._listener = self._listen(listen)
         self._selector.register(self._listener, selectors.EVENT_READ)
+        self._mesh_watched = False
 
     def _listen(self, address: tuple[str, int]) -> socket.socket:
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
@@ -227,22 +229,27 @@ class Engine:
             self.client.end_groups(f"{self.name} has left the fabric")
 
     def _turn(self) -> None:
+        self._watch_mesh()
+        links_wait = self.mesh.hurried
         for key, mask in self._selector.select(self._patience()):
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fileobj is self._wake_in:
                 self._drain_wake()
+            elif key.fileobj is self.mesh:
+                links_wait = True
             else:
                 connection: Connection = key.data
                 if mask & selectors.EVENT_WRITE:
                     self._write(connection)
                 if mask & selectors.EVENT_READ and connection in self._connections:
                     self._read(connection)
-        self.mesh.flush()
+        now = time.monotonic()
+        if links_wait or (self.mesh.rests and now >= self.mesh.rest_until):
+            self.mesh.serve(now)
         while self._calls:
             self._calls.popleft()()
         self.mesh.flush()
-        now = time.monotonic()
         at = self.node.next_deadline()
         if at is not None and at <= self._anchor + now:
             self.node.tick()
@@ -253,11 +260,22 @@ class Engine:
             self._expire_at = now + EXPIRE_S
             self._expire()
 
+    def _watch_mesh(self) -> None:
+        """While the links rest, what comes over them wakes nobody."""
+        watched = not self.mesh.rests
+        if watched and not self._mesh_watched:
+            self._selector.register(self.mesh, selectors.EVENT_READ)
+        elif self._mesh_watched and not watched:
+            self._selector.unregister(self.mesh)
+        self._mesh_watched = watched
+
     def _patience(self) -> float:
-        if self._calls:
+        if self._calls or self.mesh.hurried:
             return 0.0
         now = time.monotonic()
         until = now + 1.0
+        if self.mesh.rests:
+            until = min(until, self.mesh.rest_until)
         at = self.node.next_deadline()
         if at is not None:
             until = min(until, at - self._anchor)
@@ -299,6 +317,7 @@ class Engine:
         self._connections.clear()
         self._listener.close()
         self._selector.close()
+        self.mesh.close()
         self._wake_in.close()
         self._wake_out.close()
 
@@ -339,6 +358,8 @@ class Engine:
         self._watch(connection)
 
     def _watch(self, connection: Connection) -> None:
+        if connection.link is not None:
+            return  # the mesh does
         events = selectors.EVENT_READ
         if connection.wants_write():
             events |= selectors.EVENT_WRITE
@@ -385,8 +406,6 @@ class Engine:
                 self._selector.register(connection.sock, selectors.EVENT_READ, connection)
         try:
             finished = connection.pump()
-            if connection.link is not None:
-                connection.link.pump()
         except Refused as refusal:
             self._refuse(connection, str(refusal))
             return
@@ -402,9 +421,6 @@ class Engine:
 
     def _read(self, connection: Connection) -> None:
         try:
-            if connection.link is not None:
-                connection.link.receive()
-                return
             for frame in connection.receive():
                 if frame is None:
                     self._lose(connection, "connection closed")
@@ -414,16 +430,25 @@ class Engine:
                     return
             if self._tls is not None:
                 self._read_on(connection)
-        except Closed:
-            self._lose(connection, "connection closed")
-        except Refused as refusal:
-            self._refuse(connection, str(refusal))
-        except WireError as error:
-            said = f"closed a connection from {_origin(connection)}: {error}"
-            self._complain(_host(connection), "garbage", said)
-            self._lose(connection, f"it sent something else: {error}")
-        except OSError as error:
-            self._lose(connection, (error.strerror or str(error)).lower())
+        except (Refused, WireError, OSError) as error:
+            self._end(connection, error)
+
+    def _link_ended(self, link: Link, end: LinkEnd) -> None:
+        self._end(self._links[link.peer], end)
+
+    def _end(self, connection: Connection, end: LinkEnd) -> None:
+        """A connection can't go on."""
+        match end:
+            case Closed():
+                self._lose(connection, "connection closed")
+            case Refused():
+                self._refuse(connection, str(end))
+            case WireError():
+                said = f"closed a connection from {_origin(connection)}: {end}"
+                self._complain(_host(connection), "garbage", said)
+                self._lose(connection, f"it sent something else: {end}")
+            case OSError():
+                self._lose(connection, (end.strerror or str(end)).lower())
 
     def _complain(self, host: str, kind: str, sentence: str) -> None:
         """Say it once per host and kind and minute: strangers must not fill the log."""
@@ -480,7 +505,10 @@ class Engine:
 
     def _drop(self, connection: Connection) -> None:
         self._connections.discard(connection)
-        self._selector.unregister(connection.sock)
+        if connection.link is None:
+            self._selector.unregister(connection.sock)
+        else:
+            self.mesh.drop(connection.link)
         connection.close()
         for key, held in list(self._out.items()):
             if held is connection:
@@ -577,6 +605,7 @@ class Engine:
         prepare_socket(connection.sock, bulk=True)
         share_evenly(connection.sock)
         notice_death(connection.sock)
+        self._selector.unregister(connection.sock)
         connection.link = Link(connection.sock, connection.peer, self.mesh.board)
         self._links[connection.peer] = connection
         self.mesh.add(connection.link)
@@ -584,11 +613,6 @@ class Engine:
     def _open_link(self, node: str) -> None:
         if self._to(node, Purpose.COLLECTIVE) is None and node not in self._addresses:
             self._links_wanted.add(node)
-
-    def _watch_link(self, link: Link) -> None:
-        connection = self._links.get(link.peer)
-        if connection is not None and connection in self._connections:
-            self._watch(connection)
 
     def _on_query(self, connection: Connection, frame: Frame) -> None:
         """Somebody asks; the answer goes back the same way."""
