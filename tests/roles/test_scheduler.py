@@ -64,10 +64,11 @@ from mlfabric.messages import (
     WithdrawSlot,
     YieldLead,
 )
-from mlfabric.roles.actions import Action, SchedulerSettings, Send
+from mlfabric.roles.actions import Action, Note, SchedulerSettings, Send
+from mlfabric.roles.failover import ENDING_S
 from mlfabric.roles.groups import GATHER_S, PENDING_S
 from mlfabric.roles.scheduler import Scheduler
-from tests.roles.feeding import Fed, notes, said, sent
+from tests.roles.feeding import Fed, notes, of, said, sent
 
 ARRAYS = (ArraySpec("w", (1000,), "float32"),)
 ROLES = {"w": ("worker", "aggregator"), "s": ("server", "replica"), "r": ("replica",)}
@@ -428,6 +429,41 @@ def test_a_leader_lost_without_a_replica_fails_the_job_in_one_sentence() -> None
     assert "s0" in reason
     assert "had no replica" in reason
     assert said(PublishRefused, fabric.publish("w1"), "w1").reason == reason
+
+
+def test_a_job_ends_in_peace_when_its_leader_leaves_first_and_the_others_soon_after() -> None:
+    fabric = Fabric("w0", "w1", "s0").ready()
+    left = fabric.tell(Leave("s0"), "s0")
+    fabric.offer("w0#0")  # crossed it
+    fabric.silent = {"s0"}
+    left += fabric.wait(ENDING_S / 2)
+    for name in ("w0", "w1"):
+        left += fabric.tell(Leave(name), name)
+    fabric.silent = {"s0", "w0", "w1"}
+    left += fabric.wait(2 * ENDING_S)
+    assert not sent(JobFailed, left)
+    assert not [note for note in of(Note, left) if note.loud]
+
+
+def test_a_job_that_goes_on_without_its_leader_fails_a_moment_after_it_left() -> None:
+    fabric = Fabric("w0", "w1", "s0").ready()
+    fabric.silent = {"s0"}
+    assert not sent(JobFailed, fabric.tell(Leave("s0"), "s0"))
+    reason = sent(JobFailed, fabric.wait(ENDING_S + 0.1), "w0")[0].reason
+    assert reason == "server s0 of shard 0 left and had no replica"
+
+
+def test_a_scheduler_that_was_cut_off_does_not_count_on_old_heartbeats() -> None:
+    fabric = Fabric("w0", "w1", "s0").ready()
+    fabric.wait(1.0)
+    Fed.wait(fabric, 6.0)  # nothing comes
+    for sent_s in (1.25, 1.5, 1.75):
+        for name in fabric.names:
+            assert not fabric.tell(Heartbeat(sent_s), name), "kept by TCP while the cable was out"
+    fabric.now += 0.1
+    fabric.tell(Heartbeat(fabric.now), "w0")
+    fabric.now += 0.1
+    assert said(HeartbeatSeen, fabric.tell(Heartbeat(fabric.now), "w1"), "w1")
 
 
 def test_an_empty_replica_cannot_take_over() -> None:

@@ -141,6 +141,34 @@ def test_a_lost_scheduler_is_succeeded_and_nothing_fails() -> None:
             assert late._engine.node.scheduler == second._engine.node.scheduler
 
 
+def test_a_member_given_up_while_it_was_merely_busy_goes_on_with_its_collectives() -> None:
+    with (
+        mf.join("127.0.0.1:0", job="j", name="w0", scheduler=True, expected=2) as first,
+        mf.join(first.address, job="j", name="w1", expected=2) as second,
+    ):
+        _reduce_all(first, second)
+        departures = second._engine._departures
+        first._engine.call(lambda: first._engine._departures.give_up("w1", "silent for 3.0 s"))
+        _wait_for(lambda: departures.leaving)  # the other connections have ended
+        _wait_for(lambda: not departures.leaving)
+        _reduce_all(first, second)
+        _wait_for(lambda: not departures._doubted, 10.0)
+
+
+def _reduce_all(*members: Fabric) -> None:
+    arrays = [np.ones(1000, np.float32) for _ in members]
+    threads = [
+        threading.Thread(target=fabric.all_reduce, args=(array,), kwargs={"timeout": 20})
+        for fabric, array in zip(members, arrays, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for array in arrays:
+        assert (array == len(members)).all()
+
+
 def test_a_worker_may_come_back_under_its_name() -> None:
     with mf.join("127.0.0.1:0", job="j", name="w0", scheduler=True) as first:
         first.publish({"w": np.zeros(10)}, apply=mf.Sum(), divergence=None)

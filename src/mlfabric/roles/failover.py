@@ -21,6 +21,9 @@ from mlfabric.roles.domain import Domain, Job
 from mlfabric.roles.leases import CEILING_S
 from mlfabric.roles.placing import Placing
 
+# A job ends by everybody leaving, its leaders perhaps first: the others have so long to leave too.
+ENDING_S = 2.0
+
 
 class FailOver:
     def __init__(self, domain: Domain, placing: Placing) -> None:
@@ -47,12 +50,30 @@ class FailOver:
             return actions
         actions += job.book.node_lost(node, reason)
         for index, shard in sorted(job.book.shards.items()):
-            if shard.range.leader == node:
+            if shard.range.leader == node and reason == LEFT and self._has_no_heir(job, index):
+                sentence = f"server {node} of shard {index} left and had no replica"
+                job.ending = job.ending or (now + ENDING_S, sentence)
+            elif shard.range.leader == node:
                 actions += self.leader_lost(job, index, node, reason)
                 if job.book is None or not job.ready:
                     break
             elif shard.range.replica == node:
                 actions += self._replica_lost(job, index, node, reason, now)
+        return actions
+
+    def _has_no_heir(self, job: Job, index: int) -> bool:
+        assert job.book is not None
+        replica = job.book.shards[index].range.replica
+        return job.ready and job.failed is None and replica not in self._domain.members
+
+    def end_jobs(self, now: float) -> list[Action]:
+        """A job whose leader left has failed unless everybody else has left since."""
+        actions: list[Action] = []
+        for job in self._domain.jobs.values():
+            if job.ending is not None and now >= job.ending[0]:
+                reason = job.ending[1]
+                job.ending = None
+                actions += self._fail(job, reason)
         return actions
 
     def leader_lost(self, job: Job, index: int, node: str, reason: str) -> list[Action]:

@@ -22,8 +22,8 @@ class Pulls:
         if job.book is None or not job.ready:
             job.early_pulls.append((sender, message))
             return []
-        if job.promoting:
-            return []  # the new leader's announcement makes the worker ask again
+        if job.promoting or job.ending is not None:
+            return []  # the new leader's announcement makes the worker ask again; or the job ends
         actions: list[Action] = []
         reserved: dict[int, tuple[Reserved, float]] = {}
         after = job.book.entries.last_number() if message.with_state else None
