@@ -397,6 +397,7 @@ class Engine:
         match message:
             case Members(members=members):
                 for member in members:
+                    self.mesh.place(member.node, member.rack)
                     if member.node != self.name and member.address:
                         self.know(member.node, parse_address(member.address))
                 # In turn: what was said of them before is still to be done.
