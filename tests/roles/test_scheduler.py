@@ -47,6 +47,7 @@ from mlfabric.messages import (
     PublishFirst,
     PublishRefused,
     PublishWanted,
+    PullServed,
     PullWanted,
     RatesLearned,
     ReplicaAssigned,
@@ -516,6 +517,31 @@ def test_a_pull_before_the_model_is_there_is_served_once_it_is() -> None:
     fabric.publish()
     assert not fabric.tell(PullWanted("p"), "w0")
     assert said(ServePull, fabric.tell(ShardReady(0, 0, False), "s0"), "s0").pull == "p"
+
+
+def test_a_newcomer_fetches_the_model_from_the_nearest_holder() -> None:
+    fabric = replicated()
+    fabric.join("w2", host="r0")
+    served = said(ServePull, fabric.tell(PullWanted("p0", first=True), "w2"), "r0")
+    assert (served.node, served.shard) == ("w2", 0)
+    fabric.tell(PullServed("p0", 0), "r0")
+    assert sent(ServePull, fabric.tell(PullWanted("p1"), "w2"), "s0"), "later ones are the leader's"
+    fabric.join("w3")
+    assert sent(ServePull, fabric.tell(PullWanted("p2", first=True), "w3"), "r0"), "s0 sends one already"
+
+
+def test_a_newcomer_fetches_from_the_leader_while_the_replica_is_far_behind_or_gone() -> None:
+    fabric = replicated()
+    fabric.join("w2", host="r0")
+    fabric.granted("w0#0", "w1#0")
+    fabric.tell(PullWanted("p0", first=True), "w2")
+    actions = fabric(PeerLost("r0", "closed", True))
+    assert said(ServePull, actions, "s0").pull == "p0"
+    fabric = replicated()
+    fabric.join("w2", host="r0")
+    for number in range(3):
+        fabric.report(f"w0#{number}", version=number + 1, held=0)
+    assert sent(ServePull, fabric.tell(PullWanted("p0", first=True), "w2"), "s0")
 
 
 def test_a_checkpoint_is_bound_to_the_last_number_granted() -> None:

@@ -169,6 +169,22 @@ def _reduce_all(*members: Fabric) -> None:
         assert (array == len(members)).all()
 
 
+def test_a_late_joiner_fetches_the_model_from_the_nearest_holder() -> None:
+    with (
+        mf.join("127.0.0.1:0", job="j", name="s0", host="far", roles=("server",), scheduler=True) as lead,
+        mf.join(lead.address, job="j", name="r0", host="near", roles=("replica",)),
+        mf.join(lead.address, job="j", name="w0", host="far", roles=("worker",), expected=3) as first,
+    ):
+        first.publish({"w": np.arange(10_000.0)}, apply=mf.Sum(), divergence=0.1)
+        with mf.join(lead.address, job="j", name="w1", host="near", roles=("worker",)) as late:
+            late.publish({"w": np.zeros(10_000)}, apply=mf.Sum())
+            assert late.pull().arrays["w"][-1] == 9_999
+            assert late.traffic.received["r0"] >= 10_000 * 4
+            assert isinstance(late.push({"w": np.ones(10_000)}).result(20), mf.Committed)
+            assert late.pull().arrays["w"][-1] == 10_000
+            assert late.traffic.received["s0"] >= 10_000 * 4
+
+
 def test_a_worker_may_come_back_under_its_name() -> None:
     with mf.join("127.0.0.1:0", job="j", name="w0", scheduler=True) as first:
         first.publish({"w": np.zeros(10)}, apply=mf.Sum(), divergence=None)

@@ -113,7 +113,7 @@ def run_kills(
     together = [each for each in wanted if each[0] == "rank0"]
     apart = [each for each in wanted if each[0] != "rank0"]
     base = folder or Path(tempfile.mkdtemp(prefix="mlfabric-kills-"))
-    rounds = _Rounds(rng, hold_s, bar_s, base, tell)
+    rounds = _Rounds(rng, hold_s, bar_s, base, folder is not None, tell)
     for seats, strikes in ((APART, apart), (TOGETHER, together)):
         # Who is rank 0 is struck once in a job: later it is a member like others.
         size = 1 if seats is TOGETHER else per_job
@@ -141,11 +141,14 @@ def _scenario(seats: tuple[Seat, ...]) -> Scenario:
 
 
 class _Rounds:
-    def __init__(self, rng: random.Random, hold_s: float, bar_s: float, base: Path, tell: object) -> None:
+    def __init__(
+        self, rng: random.Random, hold_s: float, bar_s: float, base: Path, keep_all: bool, tell: object
+    ) -> None:
         self._rng = rng
         self._hold_s = hold_s
         self._bar_s = bar_s
         self._base = base
+        self._keep_all = keep_all
         self._tell = tell
         self._jobs = 0
         self.strikes: list[Strike] = []
@@ -174,10 +177,11 @@ class _Rounds:
                 self.problems.append(f"{folder.name}: {error}")
                 if len(left) == before:  # it did not even begin
                     left.pop(0)
-            if good and not self.problems:
-                shutil.rmtree(folder, ignore_errors=True)
-            else:
+            wrong = self.problems or not all(strike.ok for strike in self.strikes)
+            if not good or (wrong and not self.kept):
                 self.kept = True
+            elif not self._keep_all:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _strike(self, job: KillsJob, role: str, how: str) -> bool:
         wait_s = self._rng.uniform(0.3, 2.0)

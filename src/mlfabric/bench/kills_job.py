@@ -245,7 +245,8 @@ class KillsJob:
         return next(life for life in reversed(self.lives) if life.seat.name == name)
 
     def present(self) -> list[Life]:
-        return [self.now(name) for name in self.seats]
+        last = {life.seat.name: life for life in self.lives}
+        return [last[name] for name in self.seats if name in last]
 
     def workers(self) -> list[Life]:
         return [life for life in self.present() if life.seat.works]

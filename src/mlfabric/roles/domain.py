@@ -20,10 +20,10 @@ from mlfabric.roles.orderbook import OrderBook
 
 @dataclass(slots=True)
 class Fetch:
-    """A pull under way: whose, which shards are still to come, and what that takes of the links."""
+    """A pull under way: whose, from whom each shard is still to come, and what that takes of the links."""
 
     node: str
-    shards: set[int]
+    sources: dict[int, str]  # shard -> node
     reserved: dict[int, tuple[Reserved, float]]  # shard -> (transfer, when it should end)
 
 

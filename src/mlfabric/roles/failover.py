@@ -20,15 +20,17 @@ from mlfabric.roles.applied import AppliedSet
 from mlfabric.roles.domain import Domain, Job
 from mlfabric.roles.leases import CEILING_S
 from mlfabric.roles.placing import Placing
+from mlfabric.roles.pulls import Pulls
 
 # A job ends by everybody leaving, its leaders perhaps first: the others have so long to leave too.
 ENDING_S = 2.0
 
 
 class FailOver:
-    def __init__(self, domain: Domain, placing: Placing) -> None:
+    def __init__(self, domain: Domain, placing: Placing, pulls: Pulls) -> None:
         self._domain = domain
         self._placing = placing
+        self._pulls = pulls
         self.fail_overs = 0
 
     def lost(self, node: str, reason: str, now: float, proved: bool = False) -> list[Action]:
@@ -59,7 +61,7 @@ class FailOver:
                     break
             elif shard.range.replica == node:
                 actions += self._replica_lost(job, index, node, reason, now)
-        return actions
+        return [*actions, *self._pulls.source_lost(job, node)]
 
     def _has_no_heir(self, job: Job, index: int) -> bool:
         assert job.book is not None

@@ -1,4 +1,4 @@
-"""A worker's side of pulls: parts of the model that come from the leaders of its shards."""
+"""A worker's side of pulls: parts of the model that come from those who hold its shards."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ class Fetching:
         self._scheduler = scheduler
         self._shards = shards  # the worker's: as it knows them
         self._pulls: dict[str, _Pull] = {}
+        self._has_model = False
 
     def begin(self, pull: str, with_state: bool) -> list[Action]:
         self._pulls[pull] = _Pull(with_state)
         return [self._ask(pull)]
 
     def _ask(self, pull: str) -> Send:
-        return Send(self._scheduler, "scheduler", PullWanted(pull, self._pulls[pull].with_state))
+        with_state = self._pulls[pull].with_state
+        first = not (self._has_model or with_state)
+        return Send(self._scheduler, "scheduler", PullWanted(pull, with_state, first))
 
     def refused(self, pull: str, reason: str) -> list[Action]:
         if self._pulls.pop(pull, None) is None:
@@ -58,6 +61,7 @@ class Fetching:
                 return None
             versions = tuple(pull.versions[index] for index in sorted(pull.versions))
             del self._pulls[name]
+            self._has_model = True
             return ResolvePull(name, versions)
         return None
 

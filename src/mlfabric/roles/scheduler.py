@@ -80,7 +80,7 @@ class Scheduler:
         self._company = Company(self._domain)
         self._pulls = Pulls(self._domain)
         self._placing = Placing(self._domain, self._pulls)
-        self._failover = FailOver(self._domain, self._placing)
+        self._failover = FailOver(self._domain, self._placing, self._pulls)
         self._handover = Handover(self._domain, self._placing)
         self._resuming = Resuming(self._domain, self._placing, self._failover)
         self._admission = Admission(self._domain, self._company, self._placing, self._resuming)
