@@ -11,6 +11,7 @@ import random
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
@@ -70,6 +71,7 @@ def command(
     seed: Annotated[int, typer.Option(help="Of the moments, and of whom among equals.")] = 0,
     hold: Annotated[float, typer.Option(help="Seconds until the struck one comes back.")] = 5.0,
     per_job: Annotated[int, typer.Option(help="Strikes against one job, before its ledger is read.")] = 3,
+    sync: Annotated[bool, typer.Option(help="Workers go in step: each step is an all-reduce too.")] = False,
     bar: Annotated[float, typer.Option(help="Seconds that others may go without a commit.")] = BAR_S,
     folder: Annotated[Path | None, typer.Option(help="Keep the event logs here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -80,7 +82,11 @@ def command(
     _check(ways, WAYS, "way to strike")
     if times < 1 or not 1 <= per_job <= 7 or hold < 0:
         raise FabricError("--times is at least 1, --per-job 1 to 7, --hold not negative")
-    report = run_kills(times, roles, ways, seed, hold, per_job, bar, folder, None if as_json else _tell)
+    if sync and {"worker", "rank0"} & set(roles):
+        raise FabricError(
+            "with --sync no worker can be struck: the others' step fails with it; give a --role"
+        )
+    report = run_kills(times, roles, ways, seed, hold, per_job, bar, folder, sync, None if as_json else _tell)
     if as_json:
         print_json(report)
     else:
@@ -104,7 +110,8 @@ def run_kills(
     per_job: int = 3,
     bar_s: float = BAR_S,
     folder: Path | None = None,
-    tell: object = None,
+    sync: bool = False,
+    tell: Callable[[Strike], None] | None = None,
 ) -> KillsReport:
     """All strikes, in an order drawn from the seed; a job that went wrong is followed by a fresh one."""
     rng = random.Random(seed)
@@ -113,7 +120,7 @@ def run_kills(
     together = [each for each in wanted if each[0] == "rank0"]
     apart = [each for each in wanted if each[0] != "rank0"]
     base = folder or Path(tempfile.mkdtemp(prefix="mlfabric-kills-"))
-    rounds = _Rounds(rng, hold_s, bar_s, base, folder is not None, tell)
+    rounds = _Rounds(rng, hold_s, bar_s, base, folder is not None, sync, tell)
     for seats, strikes in ((APART, apart), (TOGETHER, together)):
         # Who is rank 0 is struck once in a job: later it is a member like others.
         size = 1 if seats is TOGETHER else per_job
@@ -142,13 +149,21 @@ def _scenario(seats: tuple[Seat, ...]) -> Scenario:
 
 class _Rounds:
     def __init__(
-        self, rng: random.Random, hold_s: float, bar_s: float, base: Path, keep_all: bool, tell: object
+        self,
+        rng: random.Random,
+        hold_s: float,
+        bar_s: float,
+        base: Path,
+        keep_all: bool,
+        sync: bool,
+        tell: Callable[[Strike], None] | None,
     ) -> None:
         self._rng = rng
         self._hold_s = hold_s
         self._bar_s = bar_s
         self._base = base
         self._keep_all = keep_all
+        self._sync = sync
         self._tell = tell
         self._jobs = 0
         self.strikes: list[Strike] = []
@@ -167,7 +182,7 @@ class _Rounds:
             divergence = self._rng.choice(DIVERGENCES)
             good = True
             try:
-                with KillsJob(lab, seats, folder, divergence) as job:
+                with KillsJob(lab, seats, folder, divergence, self._sync) as job:
                     job.begin()
                     while left and good:
                         good = self._strike(job, *left.pop(0))
@@ -231,7 +246,7 @@ class _Rounds:
 
     def _note(self, strike: Strike) -> None:
         self.strikes.append(strike)
-        if callable(self._tell):
+        if self._tell is not None:
             self._tell(strike)
 
     def _close(self, job: KillsJob, folder: Path, divergence: float | None) -> None:

@@ -157,12 +157,15 @@ class Life:
 class KillsJob:
     """The processes of one job. Use it as a context manager: all of them end with it."""
 
-    def __init__(self, lab: Lab, seats: tuple[Seat, ...], folder: Path, divergence: float | None) -> None:
+    def __init__(
+        self, lab: Lab, seats: tuple[Seat, ...], folder: Path, divergence: float | None, sync: bool = False
+    ) -> None:
         self.lab = lab
         self.seats = {seat.name: seat for seat in seats}
         self.folder = folder
         self.lives: list[Life] = []
         self._divergence = divergence
+        self._sync = sync
         self._secret = secrets.token_hex(16)
         self._addresses: dict[str, str] = lab.describe()["hosts"]
         self._first = next(seat for seat in seats if seat.schedules)
@@ -215,6 +218,7 @@ class KillsJob:
             first_coordinate=at,
             coordinates=lives_in_all * COORDINATES,
             divergence=self._divergence,
+            sync=self._sync,
         )
         environment = {k: v for k, v in os.environ.items() if not k.startswith("MLFABRIC_")}
         environment |= {

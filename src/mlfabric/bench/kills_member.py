@@ -32,6 +32,7 @@ JOIN_S = 30.0
 STEP_S = 60.0  # a call that takes longer has hung
 LOOK_S = 0.02
 IMAGES = 2000
+REDUCED = 50_000  # elements of the array that workers sum where they go in step
 # The model's last array has a coordinate for every update there can be.
 LEDGER = "zz_ledger"
 
@@ -50,6 +51,7 @@ class KillsPart(msgspec.Struct, frozen=True):
     coordinates: int = 0  # of all workers
     compute_s: float = 0.02
     divergence: float | None = 0.05
+    sync: bool = False  # every step also sums an array over all workers
 
 
 def main() -> None:
@@ -149,7 +151,7 @@ class Trainer:
             model = {**weights, LEDGER: np.zeros(part.coordinates, np.float32)}
             fabric.publish(model, apply=rule, divergence=part.divergence, timeout=STEP_S)
             for step in count():
-                if self._stopping.is_set():
+                if self._is_over():
                     return
                 arrays = fabric.pull(timeout=STEP_S).arrays
                 batch = rng.integers(0, IMAGES, BATCH)
@@ -158,6 +160,14 @@ class Trainer:
                 self._push(part.first_coordinate + step, gradients, loss)
         except (FabricError, TimeoutError) as error:
             say({"failed": str(error), "at_s": time.monotonic()})
+
+    def _is_over(self) -> bool:
+        """Whether it was stopped; where workers go in step, whether any of them was."""
+        if not self._part.sync:
+            return self._stopping.is_set()
+        wishes = np.full(REDUCED, self._stopping.is_set(), np.float32)
+        self._fabric.all_reduce(wishes, timeout=STEP_S)
+        return bool(wishes[0])
 
     def _push(self, coordinate: int, gradients: dict[str, Any], loss: float) -> None:
         mark = np.zeros(self._part.coordinates, np.float32)
