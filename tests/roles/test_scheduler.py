@@ -446,12 +446,24 @@ def test_a_job_ends_in_peace_when_its_leader_leaves_first_and_the_others_soon_af
     assert not [note for note in of(Note, left) if note.loud]
 
 
+def test_leader_and_replica_may_leave_first_too() -> None:
+    fabric = replicated()
+    left = fabric.tell(Leave("s0"), "s0")
+    assert sent(Promote, left, "r0")
+    for name in ("r0", "r1", "w0", "w1"):
+        left += fabric.tell(Leave(name), name)
+    fabric.silent = set(fabric.names)
+    left += fabric.wait(2 * ENDING_S)
+    assert not sent(JobFailed, left)
+    assert not notes("job-failed", left)
+
+
 def test_a_job_that_goes_on_without_its_leader_fails_a_moment_after_it_left() -> None:
     fabric = Fabric("w0", "w1", "s0").ready()
     fabric.silent = {"s0"}
     assert not sent(JobFailed, fabric.tell(Leave("s0"), "s0"))
     reason = sent(JobFailed, fabric.wait(ENDING_S + 0.1), "w0")[0].reason
-    assert reason == "server s0 of shard 0 left and had no replica"
+    assert reason == "server s0 of shard 0 was lost (it left) and had no replica"
 
 
 def test_a_scheduler_that_was_cut_off_does_not_count_on_old_heartbeats() -> None:

@@ -50,15 +50,15 @@ class Seat:
 
 
 SERVES = ("server", "replica")
-# Every role on a host of its own.
+# Every role on a host of its own; servers have the slower links, so that sums are worth making.
 APART = (
     Seat("c0", (), schedules=True),
-    Seat("s0", SERVES),
-    Seat("r0", SERVES),
-    Seat("a0", ("aggregator",)),
-    Seat("w0", ("worker",)),
-    Seat("w1", ("worker",)),
-    Seat("w2", ("worker",)),
+    Seat("s0", SERVES, rate="60mbit"),
+    Seat("r0", SERVES, rate="60mbit"),
+    Seat("a0", ("aggregator",), rate="200mbit"),
+    Seat("w0", ("worker",), rate="200mbit"),
+    Seat("w1", ("worker",), rate="200mbit"),
+    Seat("w2", ("worker",), rate="200mbit"),
 )
 # As under torchrun: the first rank schedules, leads and works.
 TOGETHER = (

@@ -44,7 +44,7 @@ class Job:
     promoting: dict[int, tuple[str, str]] = field(default_factory=dict)  # shard -> (replica, reason)
     changes: dict[int, LeaderChanged] = field(default_factory=dict)  # the last per shard
     failed: str | None = None
-    ending: tuple[float, str] | None = None  # a leader left that nobody follows: when that is a failure, why
+    ending: float | None = None  # a leader left whom nobody could follow: when that is a failure
     moving: dict[int, tuple[str, bool]] = field(default_factory=dict)  # shard -> (why, leader was told)
     moved_at: dict[int, float] = field(default_factory=dict)  # for the sake of a better link
     alone: bool = False  # too few members are heard to decide anything

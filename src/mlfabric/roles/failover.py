@@ -53,8 +53,7 @@ class FailOver:
         actions += job.book.node_lost(node, reason)
         for index, shard in sorted(job.book.shards.items()):
             if shard.range.leader == node and reason == LEFT and self._has_no_heir(job, index):
-                sentence = f"server {node} of shard {index} left and had no replica"
-                job.ending = job.ending or (now + ENDING_S, sentence)
+                job.ending = job.ending or now + ENDING_S
             elif shard.range.leader == node:
                 actions += self.leader_lost(job, index, node, reason)
                 if job.book is None or not job.ready:
@@ -65,17 +64,24 @@ class FailOver:
 
     def _has_no_heir(self, job: Job, index: int) -> bool:
         assert job.book is not None
-        replica = job.book.shards[index].range.replica
-        return job.ready and job.failed is None and replica not in self._domain.members
+        shard = job.book.shards[index]
+        heir = shard.range.replica in self._domain.members and shard.replica_filled
+        return job.ready and job.failed is None and not heir
 
     def end_jobs(self, now: float) -> list[Action]:
-        """A job whose leader left has failed unless everybody else has left since."""
+        """A job whose leader left goes on by its replica or has failed, unless all others have left too."""
         actions: list[Action] = []
         for job in self._domain.jobs.values():
-            if job.ending is not None and now >= job.ending[0]:
-                reason = job.ending[1]
-                job.ending = None
-                actions += self._fail(job, reason)
+            if job.ending is None or now < job.ending:
+                continue
+            job.ending = None
+            if job.book is None or not self._domain.members_of(job):
+                continue
+            for index, shard in sorted(job.book.shards.items()):
+                leader = shard.range.leader
+                led = leader in self._domain.members or index in job.promoting
+                if not led and job.failed is None:
+                    actions += self.leader_lost(job, index, leader, LEFT)
         return actions
 
     def leader_lost(self, job: Job, index: int, node: str, reason: str) -> list[Action]:
@@ -149,6 +155,10 @@ class FailOver:
         shard.range = msgspec.structs.replace(shard.range, replica=None)
         shard.replica_filled = False
         job.moving.pop(index, None)
+        if shard.range.leader not in self._domain.members and reason == LEFT:
+            job.promoting.pop(index, None)
+            job.ending = job.ending or now + ENDING_S
+            return []
         if index in job.promoting and shard.range.leader not in self._domain.members:
             return self._fail(job, f"server and replica {node} of shard {index} were both lost")
         job.promoting.pop(index, None)

@@ -268,7 +268,7 @@ class Scheduler:
             if job.book is not None and job.book.entries.plan_at is not None and self._goes_on(job):
                 times.append(job.book.entries.plan_at)
             if job.ending is not None:
-                times.append(job.ending[0])
+                times.append(job.ending)
             times += job.groups.deadlines()
         return min(times, default=None)
 
