@@ -551,9 +551,27 @@ def test_a_newcomer_fetches_from_the_leader_while_the_replica_is_far_behind_or_g
     assert said(ServePull, actions, "s0").pull == "p0"
     fabric = replicated()
     fabric.join("w2", host="r0")
-    for number in range(3):
+    fabric.granted("w1#0")
+    fabric.report("w0#0", version=1, held=0)
+    assert sent(ServePull, fabric.tell(PullWanted("p0", first=True), "w2"), "r0")
+    for number in range(1, 3):
         fabric.report(f"w0#{number}", version=number + 1, held=0)
+    assert sent(ServePull, fabric.tell(PullWanted("p1", first=True), "w2"), "s0")
+
+
+def test_who_comes_when_training_is_over_gets_all_of_it() -> None:
+    fabric = replicated()
+    fabric.report("w0#0", version=1, held=0)
+    fabric.join("w2", host="r0")
     assert sent(ServePull, fabric.tell(PullWanted("p0", first=True), "w2"), "s0")
+
+
+def test_nothing_is_planned_with_the_links_of_a_leader_that_is_gone() -> None:
+    fabric = Fabric("w0", "w1", "s0", "s1", "r0", "r1").ready(divergence=0.1, shards=2)
+    fabric.tell(PullWanted("p0"), "w0")
+    fabric(PeerLost("s0", "closed", True))
+    report = AppliedReport(1, 0, 2, ("w1#0",), 0.09, 0)
+    assert sent(Replicate, fabric.tell(report, "s1"), "s1")
 
 
 def test_a_checkpoint_is_bound_to_the_last_number_granted() -> None:

@@ -47,6 +47,7 @@ class FailOver:
         ]
         for pull in [name for name, pulling in job.pulls.items() if pulling.node == node]:
             del job.pulls[pull]
+        rest = self._pulls.source_lost(job, node)
         actions += job.groups.lost(node, f"was lost ({reason})" if reason != LEFT else "left")
         if job.book is None:
             return actions
@@ -60,7 +61,7 @@ class FailOver:
                     break
             elif shard.range.replica == node:
                 actions += self._replica_lost(job, index, node, reason, now)
-        return [*actions, *self._pulls.source_lost(job, node)]
+        return [*actions, *rest]
 
     def _has_no_heir(self, job: Job, index: int) -> bool:
         assert job.book is not None

@@ -13,6 +13,7 @@ from mlfabric.roles.actions import AcceptTransfer, Action, FreeBuffer, RefuseTra
 @dataclass(slots=True)
 class _Pull:
     with_state: bool
+    first: bool
     versions: dict[int, Version] = field(default_factory=dict)
     transfers: dict[str, tuple[int, Version]] = field(default_factory=dict)
     retry_at: float | None = None
@@ -25,14 +26,14 @@ class Fetching:
         self._pulls: dict[str, _Pull] = {}
         self._has_model = False
 
-    def begin(self, pull: str, with_state: bool) -> list[Action]:
-        self._pulls[pull] = _Pull(with_state)
+    def begin(self, pull: str, with_state: bool, has_offered: bool) -> list[Action]:
+        first = not (self._has_model or with_state or has_offered)
+        self._pulls[pull] = _Pull(with_state, first)
         return [self._ask(pull)]
 
     def _ask(self, pull: str) -> Send:
-        with_state = self._pulls[pull].with_state
-        first = not (self._has_model or with_state)
-        return Send(self._scheduler, "scheduler", PullWanted(pull, with_state, first))
+        wanted = self._pulls[pull]
+        return Send(self._scheduler, "scheduler", PullWanted(pull, wanted.with_state, wanted.first))
 
     def refused(self, pull: str, reason: str) -> list[Action]:
         if self._pulls.pop(pull, None) is None:

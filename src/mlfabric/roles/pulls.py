@@ -1,7 +1,7 @@
 """The scheduler's side of pulls: who sends to whom and how fast, and what that leaves to replicas.
 
-The model comes from the leaders, the first one of a newcomer from whoever holds it nearest by: the leader or
-its replica.
+The model comes from the leaders. A worker's first one comes, while others train, from whoever holds it
+nearest by: the leader or its replica.
 """
 
 from __future__ import annotations
@@ -52,10 +52,13 @@ class Pulls:
         leader, replica = shard.range.leader, shard.range.replica
         if replica is None or replica not in self._domain.members or not shard.replica_filled:
             return leader
-        bound = job.book.entries.max_delay(len(self._domain.workers(job)))
-        if bound is not None and 2 * len(shard.undurable) > bound:
-            return leader
         here = self._domain.members[sender]
+        lag = len(shard.undurable)
+        if lag and ("worker" not in here.roles or not any(job.book.entries.open_counts())):
+            return leader  # who looks at what came of the training wants all of it
+        bound = job.book.entries.max_delay(len(self._domain.workers(job)))
+        if bound is not None and 2 * lag > bound:
+            return leader
 
         def nearness(node: str) -> tuple[bool, bool, float, bool]:
             member = self._domain.members[node]
@@ -65,7 +68,15 @@ class Pulls:
         return max((leader, replica), key=nearness)
 
     def source_lost(self, job: Job, node: str) -> list[Action]:
-        """A replica sends nothing any more: what it had yet to send comes from the leaders."""
+        """Who is gone sends nothing any more: what a replica had yet to send comes from the leaders."""
+        known = self._domain.network.hosts
+        for each in self._domain.jobs.values():
+            for fetch in each.pulls.values():
+                fetch.reserved = {
+                    index: (reserved, finish_s)
+                    for index, (reserved, finish_s) in fetch.reserved.items()
+                    if reserved.source in known and reserved.target in known
+                }
         if job.book is None:
             return []
         actions: list[Action] = []
@@ -75,7 +86,6 @@ class Pulls:
                 if leader == node or leader not in self._domain.members:
                     continue  # its successor's announcement makes the worker ask again
                 fetch.sources[index] = leader
-                fetch.reserved.pop(index, None)
                 rate = self._spare_rate(leader, fetch.node)
                 order = ServePull(pull, fetch.node, index, rate, False)
                 actions.append(Send(leader, f"server.{index}", order))
