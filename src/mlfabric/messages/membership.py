@@ -58,6 +58,7 @@ class HeartbeatSeen(Message, frozen=True):
     seen_s: float  # scheduler's clock
     term: int = 0
     lease_s: float = 3.0
+    relied_s: float | None = None  # it may count on the scheduler for so long only
 
 
 class RatesLearned(Message, frozen=True):
