@@ -39,6 +39,15 @@ class GroupPlan:
     predicted_s: float  # for NOMINAL_BYTES
     reason: str
 
+    @property
+    def is_equal(self) -> bool:
+        return max(self.reduces) == min(self.reduces)
+
+    @property
+    def cost(self) -> float:
+        """What takes longer than predicted by this factor counts with it in a comparison."""
+        return 1.0 if self.is_equal else UNEVEN_COST
+
 
 def plan_group(network: Network, hosts: Sequence[str]) -> GroupPlan:
     """Shares for ranks that live on these hosts, in rank order."""

@@ -200,12 +200,12 @@ class Engine:
                     self._write(connection)
                 if mask & selectors.EVENT_READ and connection in self._connections:
                     self._read(connection)
-        now = time.monotonic()
-        if links_wait or (self.mesh.rests and now >= self.mesh.rest_until):
-            self.mesh.serve(now)
+        if links_wait or (self.mesh.rests and time.monotonic() >= self.mesh.rest_until):
+            self.mesh.serve(time.monotonic())
         while self._calls:
             self._calls.popleft()()
         self.mesh.flush()
+        now = time.monotonic()
         at = self.node.next_deadline()
         if at is not None and at <= self._anchor + now:
             self.node.tick()
