@@ -8,6 +8,7 @@ from mlfabric.messages.words import Message
 class PullWanted(Message, frozen=True):
     pull: str
     with_state: bool = False
+    first: bool = False  # it has no model yet and has offered nothing; a replica's, a little older, will do
 
 
 class ServePull(Message, frozen=True):

@@ -20,10 +20,10 @@ from mlfabric.roles.orderbook import OrderBook
 
 @dataclass(slots=True)
 class Fetch:
-    """A pull under way: whose, which shards are still to come, and what that takes of the links."""
+    """A pull under way: whose, from whom each shard is still to come, and what that takes of the links."""
 
     node: str
-    shards: set[int]
+    sources: dict[int, str]  # shard -> node
     reserved: dict[int, tuple[Reserved, float]]  # shard -> (transfer, when it should end)
 
 
@@ -44,6 +44,7 @@ class Job:
     promoting: dict[int, tuple[str, str]] = field(default_factory=dict)  # shard -> (replica, reason)
     changes: dict[int, LeaderChanged] = field(default_factory=dict)  # the last per shard
     failed: str | None = None
+    ending: float | None = None  # a leader left whom nobody could follow: when that is a failure
     moving: dict[int, tuple[str, bool]] = field(default_factory=dict)  # shard -> (why, leader was told)
     moved_at: dict[int, float] = field(default_factory=dict)  # for the sake of a better link
     alone: bool = False  # too few members are heard to decide anything

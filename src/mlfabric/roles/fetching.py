@@ -1,4 +1,4 @@
-"""A worker's side of pulls: parts of the model that come from the leaders of its shards."""
+"""A worker's side of pulls: parts of the model that come from those who hold its shards."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from mlfabric.roles.actions import AcceptTransfer, Action, FreeBuffer, RefuseTra
 @dataclass(slots=True)
 class _Pull:
     with_state: bool
+    first: bool
     versions: dict[int, Version] = field(default_factory=dict)
     transfers: dict[str, tuple[int, Version]] = field(default_factory=dict)
     retry_at: float | None = None
@@ -23,13 +24,16 @@ class Fetching:
         self._scheduler = scheduler
         self._shards = shards  # the worker's: as it knows them
         self._pulls: dict[str, _Pull] = {}
+        self._has_model = False
 
-    def begin(self, pull: str, with_state: bool) -> list[Action]:
-        self._pulls[pull] = _Pull(with_state)
+    def begin(self, pull: str, with_state: bool, has_offered: bool) -> list[Action]:
+        first = not (self._has_model or with_state or has_offered)
+        self._pulls[pull] = _Pull(with_state, first)
         return [self._ask(pull)]
 
     def _ask(self, pull: str) -> Send:
-        return Send(self._scheduler, "scheduler", PullWanted(pull, self._pulls[pull].with_state))
+        wanted = self._pulls[pull]
+        return Send(self._scheduler, "scheduler", PullWanted(pull, wanted.with_state, wanted.first))
 
     def refused(self, pull: str, reason: str) -> list[Action]:
         if self._pulls.pop(pull, None) is None:
@@ -58,6 +62,7 @@ class Fetching:
                 return None
             versions = tuple(pull.versions[index] for index in sorted(pull.versions))
             del self._pulls[name]
+            self._has_model = True
             return ResolvePull(name, versions)
         return None
 

@@ -118,7 +118,7 @@ class Worker:
             case UpdateSubmitted():
                 return self._submit(event)
             case PullRequested(pull=pull, with_state=with_state):
-                return self._fetching.begin(pull, with_state)
+                return self._fetching.begin(pull, with_state, self._counts["offered"] > 0)
             case TransferArriving(about=ModelPart() as about):
                 return self._fetching.accept(event, about)
             case TransferArriving():

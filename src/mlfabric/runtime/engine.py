@@ -400,6 +400,9 @@ class Engine:
                     self.mesh.place(member.node, member.rack)
                     if member.node != self.name and member.address:
                         self.know(member.node, parse_address(member.address))
+                # In turn: what was said of them before is still to be done.
+                names = [member.node for member in members]
+                self.call(lambda: self._departures.listed(names))
             case HeartbeatSeen(sent_s=sent, seen_s=seen):
                 self._clock.answered(sent, seen)
             case NodeLost(node=node) if node == self.name:
