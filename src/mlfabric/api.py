@@ -15,12 +15,13 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from mlfabric.client import Answer, Committed, Dropped, Model, Outcome
+from mlfabric.client import Committed, Dropped, Model, Outcome
 from mlfabric.codecs import find_codec
 from mlfabric.config import Settings, format_address, from_environment
 from mlfabric.data import ArrayData
 from mlfabric.errors import FabricError
 from mlfabric.eventlog import FileLog, LogSink, NoLog
+from mlfabric.groupcalls import Answer
 from mlfabric.messages import MEMBER_ROLES, JobSettings, MemberInfo, RulePiece, RuleSpec
 from mlfabric.numerics import Vector
 from mlfabric.roles.actions import MemberSettings, SchedulerSettings
@@ -194,14 +195,14 @@ class Fabric:
         `combine` may also be avg, product, min, max, band, bor or bxor.
         """
         self._check_open()
-        call = self._client.all_reduce(array, combine)
-        _wait(call.answer, timeout, lambda: f"all-reduce is not complete: {self._engine.waiting_for(call)}")
+        call, groups = self._client.all_reduce(array, combine), self._client.groups
+        _wait(call.answer, timeout, lambda: f"all-reduce is not complete: {groups.waiting_for(call)}")
         return array
 
     def rank_and_size(self, timeout: float | None = PATIENCE_S) -> tuple[int, int]:
         """This worker's number among the workers of the job, and how many they are."""
         self._check_open()
-        handle = _wait(self._client.group("", ()), timeout, "the workers of the job are not all here")
+        handle = _wait(self._client.groups.group("", ()), timeout, "the workers of the job are not all here")
         return handle.rank, handle.size
 
     def state_dict(self, timeout: float | None = PATIENCE_S) -> dict[str, Any]:

@@ -15,15 +15,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 
-from mlfabric.client import Client, OperationCall
+from mlfabric.client import Client, NodeCourier
 from mlfabric.collective.switchboard import Switchboard
 from mlfabric.config import parse_address
 from mlfabric.data import DataPlane
 from mlfabric.eventlog import LogSink
-from mlfabric.events import Event, RatesMeasured
+from mlfabric.events import GroupRequested, RatesMeasured
+from mlfabric.groupcalls import GroupCalls
 from mlfabric.messages import (
     LEFT,
     ControlMessage,
@@ -71,7 +70,8 @@ class Engine:
         self.name = name
         self.node = Node(name, self, data, log)
         self.mesh = Mesh(Switchboard(name), self._open_link, self._watch_link)
-        self.client = Client(self.node, self._post, self.call, self.mesh.board)
+        self.groups = GroupCalls(name, self.mesh.board, self.call, self._request_group)
+        self.client = Client(NodeCourier(self.node, self.call, self.groups), self.groups)
         self._complaints = Complaints()
         self.reception = Reception(name, listen, secret, insecure, job_secrets, tls, self._complaints)
         self._listener = self.reception.listener
@@ -143,13 +143,6 @@ class Engine:
         with contextlib.suppress(OSError):  # it is awake already, or gone
             self._wake_out.send(b"x")
 
-    def _post(self, role: str, event: Event, before: Callable[[], None]) -> None:
-        def do() -> None:
-            before()
-            self.node.post(role, event)
-
-        self.call(do)
-
     # --- collectives --------------------------------------------------------------------------------------
 
     def form_group(self, number: int, name: str, nodes: tuple[str, ...]) -> None:
@@ -159,14 +152,8 @@ class Engine:
     def adopt_shares(self, shares: SharesPlanned) -> None:
         self.mesh.board.adopt(shares)
 
-    def waiting_for(self, call: OperationCall) -> str:
-        """Who or what a collective call waits for, in words."""
-        answer: Future[str] = Future()
-        self.call(lambda: answer.set_result(self.client.waiting_for(call)))
-        try:
-            return answer.result(1.0)
-        except FutureTimeout:
-            return "the engine is busy"
+    def _request_group(self, name: str, nodes: tuple[str, ...]) -> None:
+        self.node.post("participant", GroupRequested(name, nodes))
 
     # --- the loop ---------------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from datetime import timedelta
 from typing import Any
 
 from mlfabric.api import Fabric
-from mlfabric.client import OperationCall
 from mlfabric.config import torch_settings
 from mlfabric.torch.recorder import Recorder
 from mlfabric.torch.rendezvous import meet, node_name
@@ -26,9 +25,8 @@ POOL_THREADS = 32
 class Session:
     def __init__(self, fabric: Fabric, job: str, recorder: Recorder) -> None:
         self.fabric = fabric
-        self.engine = fabric._engine
-        self.client = fabric._client
-        self.client.groups_outlive_job = True
+        self.groups = fabric._client.groups
+        self.groups.outlive_job()
         self._job = job
         self.recorder = recorder
         self._pool = ThreadPoolExecutor(POOL_THREADS, thread_name_prefix="mlfabric-torch")
@@ -51,10 +49,6 @@ class Session:
         """Have something done off the engine's thread; not when the interpreter is about to end."""
         with contextlib.suppress(RuntimeError):
             self._pool.submit(do, *arguments)
-
-    def give_up(self, call: OperationCall, words: Callable[[str], str]) -> None:
-        """A call took too long: end it on all ranks."""
-        self.engine.call(lambda: self.client.give_up(call, words))
 
     def close(self) -> None:
         if os.getpid() != self._process:
