@@ -40,7 +40,8 @@ from mlfabric.runtime.complaints import Complaints, host_of, origin_of
 from mlfabric.runtime.connection import Connection
 from mlfabric.runtime.departures import Departures
 from mlfabric.runtime.incoming import Incoming
-from mlfabric.runtime.mesh import Closed, Link, Mesh
+from mlfabric.runtime.link import Closed, Link
+from mlfabric.runtime.mesh import LinkEnd, Mesh
 from mlfabric.runtime.pacing import notice_death, prepare_socket, share_evenly
 from mlfabric.runtime.questions import who_schedules
 from mlfabric.runtime.reception import Reception
@@ -69,7 +70,7 @@ class Engine:
     ) -> None:
         self.name = name
         self.node = Node(name, self, data, log)
-        self.mesh = Mesh(Switchboard(name), self._open_link, self._watch_link)
+        self.mesh = Mesh(Switchboard(name), self._open_link, self._link_ended)
         self.groups = GroupCalls(name, self.mesh.board, self.call, self._request_group)
         self.client = Client(NodeCourier(self.node, self.call, self.groups), self.groups)
         self._complaints = Complaints()
@@ -85,7 +86,8 @@ class Engine:
         self._wake_out.setblocking(False)
         self._selector.register(self._wake_in, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._roster = Roster(self._selector, self.reception, tls, self._unreachable)
+        self._mesh_watched = False
+        self._roster = Roster(self._selector, self.reception, tls, self._unreachable, self.mesh.drop)
         self._connections = self._roster.connections
         self._addresses = self._roster.addresses
         self._to = self._roster.to
@@ -170,22 +172,27 @@ class Engine:
             self.client.end_groups(f"{self.name} has left the fabric")
 
     def _turn(self) -> None:
+        self._watch_mesh()
+        links_wait = self.mesh.hurried
         for key, mask in self._selector.select(self._patience()):
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fileobj is self._wake_in:
                 self._drain_wake()
+            elif key.fileobj is self.mesh:
+                links_wait = True
             else:
                 connection: Connection = key.data
                 if mask & selectors.EVENT_WRITE:
                     self._write(connection)
                 if mask & selectors.EVENT_READ and connection in self._connections:
                     self._read(connection)
-        self.mesh.flush()
+        now = time.monotonic()
+        if links_wait or (self.mesh.rests and now >= self.mesh.rest_until):
+            self.mesh.serve(now)
         while self._calls:
             self._calls.popleft()()
         self.mesh.flush()
-        now = time.monotonic()
         at = self.node.next_deadline()
         if at is not None and at <= self._anchor + now:
             self.node.tick()
@@ -196,11 +203,22 @@ class Engine:
             self._expire_at = now + EXPIRE_S
             self._expire()
 
+    def _watch_mesh(self) -> None:
+        """While the links rest, what comes over them wakes nobody."""
+        watched = not self.mesh.rests
+        if watched and not self._mesh_watched:
+            self._selector.register(self.mesh, selectors.EVENT_READ)
+        elif self._mesh_watched and not watched:
+            self._selector.unregister(self.mesh)
+        self._mesh_watched = watched
+
     def _patience(self) -> float:
-        if self._calls:
+        if self._calls or self.mesh.hurried:
             return 0.0
         now = time.monotonic()
         until = now + 1.0
+        if self.mesh.rests:
+            until = min(until, self.mesh.rest_until)
         at = self.node.next_deadline()
         if at is not None:
             until = min(until, at - self._anchor)
@@ -237,6 +255,7 @@ class Engine:
         self._roster.close()
         self._listener.close()
         self._selector.close()
+        self.mesh.close()
         self._wake_in.close()
         self._wake_out.close()
 
@@ -258,22 +277,14 @@ class Engine:
                 return
         try:
             finished = connection.pump()
-            if connection.link is not None:
-                connection.link.pump()
-        except Refused as refusal:
-            self._refuse(connection, str(refusal))
-            return
-        except OSError as error:
-            self._lose(connection, (error.strerror or str(error)).lower())
+        except (Refused, OSError) as error:
+            self._end(connection, error)
             return
         self._watch(connection)
         self._transfers.sent(connection, finished)
 
     def _read(self, connection: Connection) -> None:
         try:
-            if connection.link is not None:
-                connection.link.receive()
-                return
             for frame in connection.receive():
                 if frame is None:
                     self._lose(connection, "connection closed")
@@ -283,16 +294,25 @@ class Engine:
                     return
             if self._tls is not None:
                 self._read_on(connection)
-        except Closed:
-            self._lose(connection, "connection closed")
-        except Refused as refusal:
-            self._refuse(connection, str(refusal))
-        except WireError as error:
-            said = f"closed a connection from {origin_of(connection)}: {error}"
-            self._complaints.say(host_of(connection), "garbage", said)
-            self._lose(connection, f"it sent something else: {error}")
-        except OSError as error:
-            self._lose(connection, (error.strerror or str(error)).lower())
+        except (Refused, WireError, OSError) as error:
+            self._end(connection, error)
+
+    def _link_ended(self, link: Link, end: LinkEnd) -> None:
+        self._end(self._links[link.peer], end)
+
+    def _end(self, connection: Connection, end: LinkEnd) -> None:
+        """A connection can't go on."""
+        match end:
+            case Closed():
+                self._lose(connection, "connection closed")
+            case Refused():
+                self._refuse(connection, str(end))
+            case WireError():
+                said = f"closed a connection from {origin_of(connection)}: {end}"
+                self._complaints.say(host_of(connection), "garbage", said)
+                self._lose(connection, f"it sent something else: {end}")
+            case OSError():
+                self._lose(connection, (end.strerror or str(end)).lower())
 
     def _read_on(self, connection: Connection) -> None:
         """What TLS has decrypted already wakes nobody up; and what waited for a read may be written now."""
@@ -321,6 +341,7 @@ class Engine:
         prepare_socket(connection.sock, bulk=True)
         share_evenly(connection.sock)
         notice_death(connection.sock)
+        self._selector.unregister(connection.sock)
         connection.link = Link(connection.sock, connection.peer, self.mesh.board)
         self._links[connection.peer] = connection
         self.mesh.add(connection.link)
@@ -328,11 +349,6 @@ class Engine:
     def _open_link(self, node: str) -> None:
         if self._to(node, Purpose.COLLECTIVE) is None and node not in self._addresses:
             self._links_wanted.add(node)
-
-    def _watch_link(self, link: Link) -> None:
-        connection = self._links.get(link.peer)
-        if connection is not None and connection in self._connections:
-            self._watch(connection)
 
     # --- what the node asks for -------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable
 
 from mlfabric.runtime.connection import Connection
+from mlfabric.runtime.link import Link
 from mlfabric.runtime.reception import Reception
 from mlfabric.runtime.tls import Tls
 from mlfabric.runtime.trust import Purpose
@@ -23,6 +24,7 @@ class Roster:
         reception: Reception,
         tls: Tls | None,
         unreachable: Callable[[str, str], None],
+        drop_link: Callable[[Link], None],
     ) -> None:
         self.connections: set[Connection] = set()
         self.addresses: dict[str, tuple[str, int]] = {}
@@ -30,6 +32,7 @@ class Roster:
         self._reception = reception
         self._tls = tls
         self._unreachable = unreachable  # told of a peer that can't be called, and why
+        self._drop_link = drop_link
         self._out: dict[tuple[str, Purpose], Connection] = {}
 
     def to(self, node: str, purpose: Purpose) -> Connection | None:
@@ -55,6 +58,8 @@ class Roster:
 
     def watch(self, connection: Connection) -> None:
         """Have the loop woken when it can be read, and when it can be written if it has to be."""
+        if connection.link is not None:
+            return  # the mesh does
         events = selectors.EVENT_READ
         if connection.wants_write():
             events |= selectors.EVENT_WRITE
@@ -75,7 +80,10 @@ class Roster:
 
     def drop(self, connection: Connection) -> None:
         self.connections.discard(connection)
-        self._selector.unregister(connection.sock)
+        if connection.link is None:
+            self._selector.unregister(connection.sock)
+        else:
+            self._drop_link(connection.link)
         connection.close()
         for key, held in list(self._out.items()):
             if held is connection:
