@@ -217,6 +217,9 @@ class Client:
     def durable(self, update: str) -> Answer:
         return self._ask(f"durable/{update}", "worker", DurabilityRequested(update))
 
+    def empty(self, elements: int, dtype: Any) -> Vector:
+        return self._courier.empty(elements, dtype)
+
     # --- groups -----------------------------------------------------------------------------------------
 
     def all_reduce(self, array: Vector, combine: str = "sum") -> OperationCall:

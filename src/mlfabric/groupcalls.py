@@ -191,7 +191,7 @@ class GroupCalls:
     def give_up(self, call: OperationCall, words: Callable[[str], str]) -> None:
         def do() -> None:
             if not call.answer.done():
-                reason = words(self._describe(call))
+                reason = words(self.describe(call))
                 self._break(call.group, reason)
                 call.end(reason)
 
@@ -210,7 +210,7 @@ class GroupCalls:
 
     def waiting_for(self, call: OperationCall) -> str:
         answer: Future[str] = Future()
-        self._call(lambda: answer.set_result(self._describe(call)))
+        self._call(lambda: answer.set_result(self.describe(call)))
         try:
             return answer.result(WORD_S)
         except FutureTimeout:
@@ -278,7 +278,7 @@ class GroupCalls:
         else:
             self._formed(name, 0, (), reason)
 
-    def _describe(self, call: OperationCall) -> str:
+    def describe(self, call: OperationCall) -> str:
         handle = self._groups.get(call.group)
         if handle is None:
             missing = self._missing.get(call.group)

@@ -18,6 +18,7 @@ import pytest
 import mlfabric as mf
 from mlfabric.api import Fabric
 from mlfabric.client import Outcome
+from tests.runtime.engines import engine_of
 
 WORKERS, STEPS = 3, 12
 
@@ -106,7 +107,7 @@ def test_the_ledger_holds_over_tcp_while_members_are_torn_away(seed: int) -> Non
         if divergence == 0:
             assert not lost
         for member in cluster.members.values():
-            for role in member._engine.node.roles.values():
+            for role in engine_of(member).node.roles.values():
                 role.validate()
 
 
@@ -135,10 +136,10 @@ def test_a_lost_scheduler_is_succeeded_and_nothing_fails() -> None:
         for thread in threads:
             thread.join(30)
             assert not thread.is_alive()
-        terms = {fabric._engine.node.roles["member"].statistics().term for fabric in (second, third)}  # type: ignore[attr-defined]
+        terms = {engine_of(fabric).node.roles["member"].statistics().term for fabric in (second, third)}  # type: ignore[attr-defined]
         assert terms == {1}
         with mf.join(third.address, job="j", name="w3") as late:  # any member knows who schedules
-            assert late._engine.node.scheduler == second._engine.node.scheduler
+            assert engine_of(late).node.scheduler == engine_of(second).node.scheduler
 
 
 def test_a_worker_may_come_back_under_its_name() -> None:
@@ -148,7 +149,7 @@ def test_a_worker_may_come_back_under_its_name() -> None:
         second.publish({"w": np.zeros(10)}, apply=mf.Sum())
         second.push({"w": np.ones(10)}).result(20)
         second._engine.stop(0.0)
-        _wait_for(lambda: "w1" not in first._engine.node.roles["scheduler"]._members)  # type: ignore[attr-defined]
+        _wait_for(lambda: "w1" not in engine_of(first).node.roles["scheduler"]._members)  # type: ignore[attr-defined]
         with mf.join(first.address, job="j", name="w1", roles=("worker",)) as again:
             again.publish({"w": np.zeros(10)}, apply=mf.Sum())
             ticket = again.push({"w": np.ones(10)})

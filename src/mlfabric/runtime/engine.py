@@ -15,12 +15,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from mlfabric.client import Client, NodeCourier
 from mlfabric.collective.switchboard import Switchboard
 from mlfabric.config import parse_address
 from mlfabric.data import DataPlane
-from mlfabric.eventlog import LogSink
+from mlfabric.eventlog import FileLog, LogSink
 from mlfabric.events import GroupRequested, RatesMeasured
 from mlfabric.groupcalls import GroupCalls
 from mlfabric.messages import (
@@ -56,6 +57,14 @@ logger = logging.getLogger("mlfabric")
 EXPIRE_S = 0.01  # how often it is looked whose time is up
 
 
+class Answers(Protocol):
+    """Who hears what the node says to the application."""
+
+    def resolve(self, action: Action) -> None: ...
+
+    def end_groups(self, reason: str) -> None: ...
+
+
 class Engine:
     def __init__(
         self,
@@ -69,10 +78,12 @@ class Engine:
         tls: Tls | None = None,
     ) -> None:
         self.name = name
+        self.log = log
         self.node = Node(name, self, data, log)
         self.mesh = Mesh(Switchboard(name), self._open_link, self._link_ended)
         self.groups = GroupCalls(name, self.mesh.board, self.call, self._request_group)
         self.client = Client(NodeCourier(self.node, self.call, self.groups), self.groups)
+        self.answers: Answers = self.client
         self._complaints = Complaints()
         self.reception = Reception(name, listen, secret, insecure, job_secrets, tls, self._complaints)
         self._listener = self.reception.listener
@@ -111,7 +122,7 @@ class Engine:
         self._stopping = False
         self._linger_until: float | None = None
         self._said_goodbye = False
-        self._thread = threading.Thread(target=self._main, name=f"mlfabric-{name}", daemon=True)
+        self.thread = threading.Thread(target=self._main, name=f"mlfabric-{name}", daemon=True)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -121,14 +132,19 @@ class Engine:
     def traffic(self) -> Traffic:
         return self._transfers.traffic
 
+    @property
+    def noticed_s(self) -> list[float]:
+        """When the rates of this host were seen to change, lately."""
+        return self.mesh.rates.noticed
+
     def start(self) -> None:
-        self._thread.start()
+        self.thread.start()
 
     def stop(self, linger_s: float = 1.0) -> None:
         """Wait for the scheduler's good-bye, for a short while at most, then close everything."""
         self.call(lambda: self._begin_stop(linger_s))
-        if threading.current_thread() is not self._thread:
-            self._thread.join(linger_s + 5.0)
+        if threading.current_thread() is not self.thread:
+            self.thread.join(linger_s + 5.0)
 
     def _begin_stop(self, linger_s: float) -> None:
         self._linger_until = time.monotonic() + linger_s
@@ -165,11 +181,11 @@ class Engine:
                 self._turn()
         except Exception as error:  # the thread must not die silently: whoever waits would wait for ever
             logger.exception("the engine of %s failed", self.name)
-            self.client.resolve(FailJob(f"the engine of {self.name} failed: {error!r}"))
+            self.answers.resolve(FailJob(f"the engine of {self.name} failed: {error!r}"))
         finally:
             self._close_all()
-            self.client.resolve(FailJob(f"{self.name} has left the fabric"))
-            self.client.end_groups(f"{self.name} has left the fabric")
+            self.answers.resolve(FailJob(f"{self.name} has left the fabric"))
+            self.answers.end_groups(f"{self.name} has left the fabric")
 
     def _turn(self) -> None:
         self._watch_mesh()
@@ -258,6 +274,8 @@ class Engine:
         self.mesh.close()
         self._wake_in.close()
         self._wake_out.close()
+        if isinstance(self.log, FileLog):
+            self.log.close()
 
     # --- connections ------------------------------------------------------------------------------------
 
@@ -397,4 +415,4 @@ class Engine:
         if isinstance(action, Note):
             logger.warning("%s: %s", action.what, action.reason)
         else:
-            self.client.resolve(action)
+            self.answers.resolve(action)

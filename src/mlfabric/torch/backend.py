@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,15 +21,27 @@ from mlfabric.torch.work import FabricWork
 MAX_TAG = 2**32 - 1
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `init_process_group` takes as `pg_options`: where this process's engine runs, see `mlfabric.join`.
+
+    Groups that are made later use the engine of the first.
+    """
+
+    engine: str | None = None
+
+
 def create(options: Any, backend_options: Any) -> FabricProcessGroup:
     """What torch calls for a new group."""
-    del backend_options  # there are none
+    if backend_options is not None and not isinstance(backend_options, Options):
+        raise CollectiveError("pg_options for mlfabric are mlfabric.torch.Options(...)")
     session, owned = session_for(
         options.store,
         options.group_rank,
         options.group_size,
         options.global_ranks_in_group,
         options.timeout,
+        backend_options.engine if backend_options is not None else None,
     )
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     name = str(options.group_id) if options.global_ranks_in_group else "world"

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -68,7 +69,12 @@ _inits = itertools.count()
 
 
 def session_for(
-    store: Any, rank: int, size: int, global_ranks: Sequence[int], timeout: timedelta
+    store: Any,
+    rank: int,
+    size: int,
+    global_ranks: Sequence[int],
+    timeout: timedelta,
+    engine: str | None = None,
 ) -> tuple[Session, bool]:
     """The session a new group belongs to, and whether it was made for it."""
     global _world
@@ -77,7 +83,7 @@ def session_for(
     ranks = list(global_ranks) or list(range(size))
     # A store may be used for several inits of the world: each has keys of its own, as other groups have.
     keys = _Prefixed(store, "mlfabric/" if global_ranks else f"mlfabric/{next(_inits)}/")
-    settings = torch_settings()
+    settings = replace(torch_settings(), engine=engine)
     fabric, job = meet(keys, rank, ranks, timeout, settings)
     recorder = Recorder(ranks[rank], settings.record_entries, settings.dump_prefix)
     session = Session(fabric, job, recorder)
