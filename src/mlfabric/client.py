@@ -126,6 +126,14 @@ class NodeCourier:
         return np.empty(elements, dtype)
 
 
+class Answers(Protocol):
+    """Who hears what the node says to the application."""
+
+    def resolve(self, action: Action) -> None: ...
+
+    def end_groups(self, reason: str) -> None: ...
+
+
 class Client:
     """Calls of one application thread or generator, and their answers."""
 

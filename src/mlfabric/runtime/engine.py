@@ -15,9 +15,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
-from mlfabric.client import Client, NodeCourier
+from mlfabric.client import Answers, Client, NodeCourier
 from mlfabric.collective.switchboard import Switchboard
 from mlfabric.config import parse_address
 from mlfabric.data import DataPlane
@@ -55,14 +54,6 @@ from mlfabric.wire import Kind, WireError, encode_frame, encode_message
 logger = logging.getLogger("mlfabric")
 
 EXPIRE_S = 0.01  # how often it is looked whose time is up
-
-
-class Answers(Protocol):
-    """Who hears what the node says to the application."""
-
-    def resolve(self, action: Action) -> None: ...
-
-    def end_groups(self, reason: str) -> None: ...
 
 
 class Engine:
