@@ -19,6 +19,8 @@ from mlfabric.units import goodput, parse_rate
 
 # The scheduler's port where none is given; under torchrun, one above the port of its own store.
 DEFAULT_PORT = 7070
+# Where the engine of a member runs; "auto": a thread, or a process if a look at this one advises it.
+ENGINES = ("thread", "process", "auto")
 _NAME = re.compile(r"^[A-Za-z0-9_.\-]{1,64}$")
 
 
@@ -43,6 +45,7 @@ class Settings:
     listen: tuple[str, int] | None = None  # where this member listens; None: found by the route
     least_lease_s: float = 0.0  # an embedded scheduler never takes shorter silence for death
     mirror: Path | None = None  # a folder where the weights this member leads can be read, even after a kill
+    engine: str = "thread"  # one of ENGINES
 
 
 def from_environment(
@@ -60,6 +63,7 @@ def from_environment(
     host: str | None = None,
     listen: str | None = None,
     tls: str | Path | None = None,
+    engine: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Settings:
     """Arguments first, then MLFABRIC_ variables, then torchrun's, then defaults."""
@@ -93,6 +97,7 @@ def from_environment(
         tls=Path(tls or env["MLFABRIC_TLS"]) if tls or env.get("MLFABRIC_TLS") else None,
         insecure=insecure if insecure is not None else env.get("MLFABRIC_INSECURE") == "1",
         rack=env.get("MLFABRIC_RACK"),
+        engine=_engine(engine or env.get("MLFABRIC_ENGINE")),
         rates_guessed=all(r is None for r in (up, down, env.get("MLFABRIC_UP"), env.get("MLFABRIC_DOWN"))),
     )
 
@@ -106,6 +111,7 @@ class TorchSettings:
     scheduler: str | None  # a standalone scheduler to use instead of an embedded one
     dump_prefix: str  # where the record of recent operations goes after a time-out; the rank is appended
     record_entries: int  # operations remembered for it
+    engine: str | None = None  # where the engine runs, if the script says so
 
 
 def torch_settings(environment: Mapping[str, str] | None = None) -> TorchSettings:
@@ -177,6 +183,14 @@ def _listen(written: str | None) -> tuple[str, int] | None:
         return None
     host, port = parse_address(written)
     return host, port if re.search(r":\d+$", written) else 0
+
+
+def _engine(written: str | None) -> str:
+    if written is None or written == "":
+        return "thread"
+    if written not in ENGINES:
+        raise FabricError(f"unknown engine {written!r}; it is one of {', '.join(ENGINES)}")
+    return written
 
 
 def _default_name() -> str:

@@ -63,7 +63,7 @@ class Training:
         self._pull = pull
         self._clip = clip_norm
         self._local_steps = local_steps
-        self._flat = FlatModel(model)
+        self._flat = FlatModel(model, fabric.empty)
         self._read = read_optimizer(optimizer, self._flat.parameters) if mode == "async" else None
         self._inner = self._read.instance if self._read else make_optimizer(optimizer, self._flat.parameters)
         self._ticket: Ticket | None = None

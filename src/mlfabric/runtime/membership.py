@@ -1,0 +1,65 @@
+"""Setting a member's engine up: where to listen, whom to follow, which roles to begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from mlfabric.config import Settings, format_address
+from mlfabric.data import ArrayData
+from mlfabric.eventlog import FileLog, LogSink, NoLog
+from mlfabric.messages import MemberInfo
+from mlfabric.roles.actions import MemberSettings, SchedulerSettings
+from mlfabric.runtime.engine import Engine
+from mlfabric.runtime.probe import find_scheduler
+from mlfabric.runtime.tls import Tls
+
+AnyEngine = TypeVar("AnyEngine", bound=Engine)
+MakeEngine = Callable[[str, ArrayData, LogSink, tuple[str, int], bytes, bool, Tls | None], AnyEngine]
+
+
+def make_engine(
+    name: str,
+    data: ArrayData,
+    log: LogSink,
+    listen: tuple[str, int],
+    secret: bytes,
+    insecure: bool,
+    tls: Tls | None,
+) -> Engine:
+    return Engine(name, data, log, listen, secret, insecure, tls=tls)
+
+
+def prepare_engine(
+    settings: Settings, roles: tuple[str, ...], timeout: float, data: ArrayData, make: MakeEngine[AnyEngine]
+) -> tuple[AnyEngine, str]:
+    """An engine that has yet to be started and to join, and the name of whoever schedules."""
+    log: LogSink = FileLog(settings.log) if settings.log is not None else NoLog()
+    tls = Tls(settings.tls) if settings.tls is not None else None
+    if settings.embed_scheduler:
+        listen, leader = settings.scheduler, settings.name
+    else:
+        found = find_scheduler(settings.scheduler, settings.name, settings.secret, timeout, settings.job, tls)
+        # The address by which the scheduler is reached is the one by which it reaches us.
+        listen, leader = settings.listen or (found.ours, 0), found.scheduler
+    engine = make(settings.name, data, log, listen, settings.secret, settings.insecure, tls)
+    engine.reception.job = settings.job
+    if settings.embed_scheduler:
+        engine.node.start_role(
+            "scheduler", SchedulerSettings(settings.name, least_lease_s=settings.least_lease_s)
+        )
+    else:
+        engine.know(leader, found.address)
+    member = MemberInfo(
+        node=settings.name,
+        host=settings.host,
+        address=format_address(*engine.address),
+        roles=roles,
+        up_bytes_per_s=settings.up_bytes_per_s,
+        down_bytes_per_s=settings.down_bytes_per_s,
+        job=settings.job,
+        rack=settings.rack,
+        rates_guessed=settings.rates_guessed,
+    )
+    engine.node.start_role("member", MemberSettings(member, leader, settings.expected))
+    return engine, leader
