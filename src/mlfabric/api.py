@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
+import msgspec
 import numpy as np
 
 from mlfabric.client import Answer, Committed, Dropped, Model, Outcome
@@ -21,10 +22,17 @@ from mlfabric.config import Settings, format_address, from_environment
 from mlfabric.data import ArrayData
 from mlfabric.errors import FabricError
 from mlfabric.eventlog import FileLog, LogSink, NoLog
-from mlfabric.messages import MEMBER_ROLES, JobSettings, MemberInfo, RulePiece, RuleSpec
+from mlfabric.messages import (
+    MEMBER_ROLES,
+    JobSettings,
+    MemberInfo,
+    RulePiece,
+    RuleSpec,
+    StepSettings,
+)
 from mlfabric.numerics import Vector
 from mlfabric.roles.actions import MemberSettings, SchedulerSettings
-from mlfabric.rules import Rule, make_rule
+from mlfabric.rules import Rounds, Rule, make_rule
 from mlfabric.runtime.engine import Engine, Traffic
 from mlfabric.runtime.probe import find_scheduler
 from mlfabric.runtime.tls import Tls
@@ -118,6 +126,11 @@ class Fabric:
         return self._settings.expected
 
     @property
+    def worker_count(self) -> int:
+        """Workers of the job that are here now, as far as this member has heard."""
+        return len(self._engine.workers)
+
+    @property
     def lost(self) -> list[str]:
         """Ids of own updates that were committed and did not survive a fail-over."""
         return list(self._client.lost)
@@ -137,6 +150,8 @@ class Fabric:
         shards: int = 1,
         aggregate: bool = True,
         codec: str = "float32",
+        staleness: int | None = None,
+        wait_for: int | None = None,
         timeout: float = PATIENCE_S,
     ) -> None:
         """Give the job its model and the rule it is updated by. The first caller's count; others must agree
@@ -144,6 +159,10 @@ class Fabric:
 
         `codec` is how updates travel: float32, bfloat16, float16, int8 or topk. What it loses stays with the
         worker and goes with its next update.
+
+        With `staleness` a worker that is more than so many updates ahead of the slowest waits for its next
+        model. With `wait_for` one step is made of the mean of so many gradients, the first that are offered;
+        the model for the next step comes when it is complete, and gradients that come later are dropped.
         """
         self._check_open()
         state: Mapping[str, Mapping[str, Any]] | None = None
@@ -165,27 +184,42 @@ class Fabric:
             shards=shards,
             aggregate=aggregate,
             codec=find_codec(codec).name,
+            staleness=staleness,
+            wait_for=wait_for or 0,
         )
-        _check_settings(settings)
+        _check_settings(settings, max_delay, wait_for)
+        if wait_for is not None:
+            settings = msgspec.structs.replace(settings, max_delay=wait_for - 1, unbounded=False)
+            if wait_for > 1 and not isinstance(rule, Rounds):
+                rule = Rounds(wait_for, rule)
         answer = self._client.publish(arrays, rule, settings, state or None, version)
         _wait(answer, timeout, "the model is not in place; are all members of the job here?")
 
-    def pull(self, timeout: float | None = PATIENCE_S) -> Model:
+    def pull(self, timeout: float | None = PATIENCE_S, aside: bool = False) -> Model:
         """The freshest model."""
-        return self.pull_later().result(timeout)
+        return self.pull_later(aside).result(timeout)
 
-    def pull_later(self) -> Pulling:
-        """Ask for the freshest model; returns at once."""
+    def pull_later(self, aside: bool = False) -> Pulling:
+        """Ask for the freshest model; returns at once. `aside`: not for a next step, so that nobody waits for
+        this worker where steps are bound to each other."""
         self._check_open()
-        return Pulling(self, *self._client.pull())
+        return Pulling(self, *self._client.pull(aside=aside))
 
-    def push(self, update: Mapping[str, Any], copy: bool = False, base: Model | None = None) -> Ticket:
+    def push(
+        self,
+        update: Mapping[str, Any],
+        copy: bool = False,
+        base: Model | None = None,
+        settings: StepSettings | None = None,
+    ) -> Ticket:
         """Offer an update; returns at once. The arrays are borrowed until its outcome, unless copied.
 
-        `base` is the model it was computed from, where that is not the last one pulled.
+        `base` is the model it was computed from, where that is not the last one pulled; `settings` what it is
+        to be applied by, where that is not what was published.
         """
         self._check_open()
-        return Ticket(self, *self._client.push(update, copy, base.versions if base is not None else ()))
+        bases = base.versions if base is not None else ()
+        return Ticket(self, *self._client.push(update, copy, bases, settings))
 
     def all_reduce(self, array: Vector, timeout: float | None = PATIENCE_S, combine: str = "sum") -> Vector:
         """Sum an array over all workers of the job, in place; bit-identical everywhere.
@@ -218,6 +252,7 @@ class Fabric:
                 "name": spec.name,
                 "settings": dict(spec.settings),
                 "pieces": [(p.start, p.stop, p.name, dict(p.settings)) for p in spec.pieces],
+                "every": spec.every,
             },
             "version": min(version.count for version in versions),
             "versions": [(version.epoch, version.count) for version in versions],
@@ -295,10 +330,19 @@ def _rule_spec(written: Mapping[str, Any]) -> RuleSpec:
         RulePiece(int(start), int(stop), str(name), dict(settings))
         for start, stop, name, settings in written.get("pieces", ())
     )
-    return RuleSpec(str(written["name"]), dict(written["settings"]), pieces)
+    every = int(written.get("every", 1))
+    return RuleSpec(str(written["name"]), dict(written["settings"]), pieces, every)
 
 
-def _check_settings(settings: JobSettings) -> None:
+def _check_settings(settings: JobSettings, max_delay: int | str, wait_for: int | None) -> None:
+    if wait_for is not None and wait_for < 1:
+        raise FabricError(f"a step waits for at least one gradient, so wait_for is not {wait_for}")
+    if settings.staleness is not None and settings.staleness < 0:
+        raise FabricError(f"staleness counts steps, so {settings.staleness} is too small; zero or more")
+    if settings.wait_for and settings.staleness is not None:
+        raise FabricError("steps are bound by staleness= or made of the first wait_for= gradients, not both")
+    if settings.wait_for and max_delay != "auto":
+        raise FabricError("wait_for= drops what is not of the current step; max_delay= has no say in it")
     if settings.max_delay is not None and settings.max_delay < 0:
         raise FabricError(f"max_delay counts updates, so {settings.max_delay} is too small; zero or more")
     if settings.divergence is not None and not 0 <= settings.divergence < np.inf:

@@ -62,6 +62,8 @@ class JobSettings(msgspec.Struct, frozen=True):
     weigh: bool = True  # updates that are very late count less
     policy: str = "mlfabric"
     codec: str = "float32"  # how updates travel from workers
+    staleness: int | None = None  # steps a worker may be ahead of the slowest; None: any
+    wait_for: int = 0  # gradients that make one step, the first of those that are offered; 0: no such steps
 
 
 class ArraySpec(msgspec.Struct, frozen=True):
@@ -85,6 +87,14 @@ class RuleSpec(msgspec.Struct, frozen=True):
     name: str
     settings: dict[str, bool | int | float] = {}
     pieces: tuple[RulePiece, ...] = ()  # of the rule "Pieces"
+    every: int = 1  # gradients that make one step
+
+
+class StepSettings(msgspec.Struct, frozen=True):
+    """What an update is to be applied by where that is not what was published: schedules change it."""
+
+    version: int  # the step of its worker from which on it holds
+    rule: RuleSpec
 
 
 # --- membership -------------------------------------------------------------------------------------------
@@ -638,6 +648,8 @@ class UpdateDurable(Message, frozen=True):
 class PullWanted(Message, frozen=True):
     pull: str
     with_state: bool = False
+    clock: int = -1  # updates of the worker that have an outcome; -1: it takes no part in the steps
+    after: int = 0  # the version that the model must have reached for the next step
 
 
 class ServePull(Message, frozen=True):
@@ -722,6 +734,7 @@ class UpdatePart(Message, frozen=True):
     weight: float
     group: str | None = None
     term: int = 0
+    settings: StepSettings | None = None  # None: as published
 
 
 class Aggregate(Message, frozen=True):
@@ -731,6 +744,7 @@ class Aggregate(Message, frozen=True):
     members: tuple[MemberUpdate, ...]
     weight: float  # sum of the members' weights
     term: int = 0
+    settings: StepSettings | None = None  # the newest of its members'
 
 
 class ModelPart(Message, frozen=True):

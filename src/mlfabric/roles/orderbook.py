@@ -248,9 +248,10 @@ class OrderBook:
         workers = sum(1 for member in members.values() if "worker" in member.roles)
         bound = self.max_delay(workers)
         actions = self._grant_remainders(network, members, bound, now)
-        if not self._decidable():
+        chosen = self._chosen(network, members, now)
+        if not chosen:
             return actions
-        state, offers = self._situation(network, members, workers, bound)
+        state, offers = self._situation(chosen, members, workers, bound)
         plan = at_full_rate(
             plan_updates(network, [*others, *self.reserved(now)], state, offers, 0.0),
             now,
@@ -280,13 +281,52 @@ class OrderBook:
             if update not in undecided and not waiting.judging
         ]
 
+    def _chosen(self, network: Network, members: Mapping[str, MemberInfo], now: float) -> list[_Waiting]:
+        """What is planned now. Where a step takes the first few gradients the rest waits: it takes the place
+        of what is lost on its way, or is dropped, unsent, when the step is complete."""
+        every, waiting = self.settings.wait_for, self._decidable()
+        if not every or not waiting:
+            return waiting
+        begun = min(shard.version for shard in self.shards.values()) // every * every
+        room = begun + every - max(self.placed_count(index) for index in self.shards)
+        old = [each for each in waiting if min(base.count for base in each.offer.bases) < begun]
+        fresh = [each for each in waiting if min(base.count for base in each.offer.bases) >= begun]
+        takes = {
+            name: self._takes_s(network, members, name)
+            for name, member in members.items()
+            if "worker" in member.roles
+        }
+        usual = sorted(takes.values())[min(every, len(takes)) - 1]
+        # A slow sender has its turn if no faster one came in the time that it would take longer.
+        turns = {each.offer.update: each.since + max(takes[each.worker] - usual, 0.0) for each in fresh}
+        ready = [each for each in fresh if turns[each.offer.update] <= now]
+        ready.sort(key=lambda each: (takes[each.worker], each.arrival))
+        if room > len(ready) and len(fresh) > len(ready):
+            self._plan_soon(min(at for at in turns.values() if at > now))
+        return [*old, *ready[: max(room, 0)]]
+
+    def _takes_s(self, network: Network, members: Mapping[str, MemberInfo], worker: str) -> float:
+        """How long a worker's update would be on its way if nothing else were."""
+        here = members[worker].host
+        size = 4.0 * self._elements
+        spent = 0.0
+        for book in self.shards.values():
+            there = members[book.range.leader].host
+            if there != here:
+                spent += size * book.range.count / self._elements / network.rate(here, there)
+        return spent
+
     def _situation(
-        self, network: Network, members: Mapping[str, MemberInfo], workers: int, bound: int | None
+        self,
+        chosen: list[_Waiting],
+        members: Mapping[str, MemberInfo],
+        workers: int,
+        bound: int | None,
     ) -> tuple[JobState, list[Offer]]:
         placed = {index: self.placed_count(index) for index in self.shards}
         top = max(placed.values())
         offers = []
-        for waiting in self._decidable():
+        for waiting in chosen:
             offer = waiting.offer
             behind = max(
                 placed[index] - count_at(offer.bases[index], self.shards[index].fail_overs)

@@ -78,6 +78,7 @@ from mlfabric.roles.bandwidth import BandwidthView
 from mlfabric.roles.groups import Groups
 from mlfabric.roles.leases import CEILING_S, Leases
 from mlfabric.roles.orderbook import OrderBook, ShardBook
+from mlfabric.roles.pace import Pace
 from mlfabric.roles.rebuild import JobReports, Rebuilding
 from mlfabric.roles.release import MAX_RATE, remainder
 from mlfabric.roles.status import job_status, member_status
@@ -123,6 +124,7 @@ class _Job:
     alone: bool = False  # too few members are heard to decide anything
     enough: tuple[float, bool] = (-1.0, False)  # until when it is known whether enough are heard
     given_up: dict[str, float] = field(default_factory=dict)  # of late and on suspicion only: until when
+    pace: Pace | None = None  # of the model's steps, where they are bound to each other
 
 
 class SchedulerStatistics(msgspec.Struct, frozen=True):
@@ -225,7 +227,11 @@ class Scheduler:
             case OfferUpdate():
                 return book.offered(message, sender, now)
             case AppliedReport():
-                return [*book.applied(message, now), *self._spare_replication(job, message)]
+                return [
+                    *book.applied(message, now),
+                    *self._spare_replication(job, message),
+                    *self._serve_due(job, now),
+                ]
             case UpdateRefused(update=update):
                 book.refused(update)
             case LeftOut():
@@ -463,6 +469,8 @@ class Scheduler:
         ]
         for pull in [name for name, pulling in job.pulls.items() if pulling.node == node]:
             del job.pulls[pull]
+        if job.pace is not None:
+            job.pace.lost(node)
         actions += job.groups.lost(node, f"was lost ({reason})" if reason != LEFT else "left")
         if job.book is None:
             return actions
@@ -474,7 +482,7 @@ class Scheduler:
                     break
             elif shard.range.replica == node:
                 actions += self._replica_lost(job, index, node, reason, now)
-        return actions
+        return [*actions, *self._serve_due(job, now)]
 
     # --- the model --------------------------------------------------------------------------------------
 
@@ -567,7 +575,7 @@ class Scheduler:
         assert job.book is not None
         workers = sum(1 for member in self._members_of(job).values() if "worker" in member.roles)
         bound = job.book.max_delay(workers)
-        if bound is None or bound >= workers - 1:
+        if bound is None or bound >= workers - 1 or job.book.settings.wait_for:
             return []
         reason = (
             f"a delay bound of {bound} with {workers} workers forces drops; the mean delay is {workers - 1}"
@@ -891,6 +899,7 @@ class Scheduler:
         job.promoting.clear()
         job.moving.clear()
         job.pulls.clear()
+        job.pace = None
         actions: list[Action] = []
         for range_ in reports.ready.shards:
             job.book.shards[range_.index] = reports.shard(range_)
@@ -972,6 +981,23 @@ class Scheduler:
         if job.book is None or not job.ready:
             job.early_pulls.append((sender, message))
             return []
+        if job.pace is None:
+            job.pace = Pace(job.book.settings)
+        if not job.pace.binds:
+            return self._serve(job, sender, message, now)
+        job.pace.ask(sender, message)
+        return self._serve_due(job, now)
+
+    def _serve_due(self, job: _Job, now: float) -> list[Action]:
+        """Give the model to those whose next step may begin."""
+        if job.pace is None or not job.pace.binds or job.book is None or job.failed is not None:
+            return []
+        version = min(shard.version for shard in job.book.shards.values())
+        due = job.pace.due(version)
+        return [action for node, pull in due for action in self._serve(job, node, pull, now)]
+
+    def _serve(self, job: _Job, sender: str, message: PullWanted, now: float) -> list[Action]:
+        assert job.book is not None
         if job.promoting:
             return []  # the new leader's announcement makes the worker ask again
         actions: list[Action] = []

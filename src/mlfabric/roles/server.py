@@ -47,6 +47,7 @@ from mlfabric.messages import (
     Slot,
     SlotLate,
     SlotWithdrawn,
+    StepSettings,
     UpdateApplied,
     UpdatePart,
     UpdateRefused,
@@ -82,6 +83,7 @@ class _Parcel:
     buffer: str
     weight: float
     members: tuple[MemberUpdate, ...] | None  # of an aggregate; a single update's are in its slot
+    settings: StepSettings | None
     complete: bool = False
 
 
@@ -222,7 +224,7 @@ class Server:
                     refusal = f"{about.update} is already applied"
                 if refusal:
                     return [RefuseTransfer(event.transfer, refusal)]
-                return self._accept(event, about.update, _Parcel("", about.weight, None))
+                return self._accept(event, about.update, _Parcel("", about.weight, None, about.settings))
             case Aggregate() as about:
                 return self._arrive_aggregate(event, about)
         return [RefuseTransfer(event.transfer, "a server takes updates and sums of them only")]
@@ -235,7 +237,7 @@ class Server:
             self._drop_place_of(about.group)
             refused = RefuseTransfer(event.transfer, f"a member of {about.group} is already applied")
             return [refused, *self._refuse_known(about.group, about.members)]
-        return self._accept(event, about.group, _Parcel("", about.weight, about.members))
+        return self._accept(event, about.group, _Parcel("", about.weight, about.members, about.settings))
 
     def _refuse_known(self, group: str, members: tuple[MemberUpdate, ...]) -> list[Action]:
         """A sum with a member that is already in can't be taken apart: the others are offered again."""
@@ -412,7 +414,8 @@ class Server:
             names = ", ".join(m.update for w in waiting for m in w.slot.members)
             note = Note("overtook", f"{names} still in transit, within their bound", _names(members))
             actions.append(note)
-        return [*actions, MeasureStep(self._shard, parcel.buffer, parcel.weight, len(members))]
+        step = MeasureStep(self._shard, parcel.buffer, parcel.weight, len(members), parcel.settings)
+        return [*actions, step]
 
     def _refuse_old(
         self, place: _Place, members: tuple[MemberUpdate, ...], too_old: list[str]

@@ -43,6 +43,7 @@ from mlfabric.messages import (
     PullFailed,
     PullWanted,
     ShardRange,
+    StepSettings,
     UpdateApplied,
     UpdateDurable,
     UpdatePart,
@@ -83,6 +84,7 @@ class _Update:
     size_bytes: int
     bases: tuple[Version, ...]
     norm: float
+    settings: StepSettings | None
     acks: dict[int, UpdateApplied] = field(default_factory=dict)
     transfers: dict[str, int] = field(default_factory=dict)  # under way: transfer -> shard
     starts: list[tuple[float, float, PartRoute]] = field(default_factory=list)  # (when, weight, part)
@@ -92,7 +94,7 @@ class _Update:
 
 @dataclass(slots=True)
 class _Pull:
-    with_state: bool
+    wanted: PullWanted
     versions: dict[int, Version] = field(default_factory=dict)
     transfers: dict[str, tuple[int, Version]] = field(default_factory=dict)
     retry_at: float | None = None
@@ -113,6 +115,8 @@ class Worker:
         self._shards: dict[int, ShardRange] = {}
         self._bases: tuple[Version, ...] = ()
         self._codec = ""
+        self._every = 0  # gradients that make one step; 0: each update is one
+        self._pulled_at = 0  # updates that had an outcome when the last model came
         self._publish: PublishRequested | None = None
         self._initial: dict[str, StartTransfer] = {}  # the first values on their way, by transfer
         self._initial_again: dict[str, float] = {}  # those that broke off, and when to try again
@@ -130,9 +134,8 @@ class Worker:
                 return self._on_message(message, now)
             case UpdateSubmitted():
                 return self._submit(event)
-            case PullRequested(pull=pull, with_state=with_state):
-                self._pulls[pull] = _Pull(with_state)
-                return [self._tell(PullWanted(pull, with_state))]
+            case PullRequested():
+                return self._want_pull(event)
             case TransferArriving(about=ModelPart() as about):
                 return self._accept_model(event, about)
             case TransferArriving():
@@ -234,6 +237,7 @@ class Worker:
         self._job = message
         self._shards = {shard.index: shard for shard in message.shards}
         self._codec = message.settings.codec if message.settings.codec != "float32" else ""
+        self._every = message.settings.wait_for
         if not self._bases:
             self._bases = tuple(Version(0, message.version) for _ in message.shards)
         ready = JobBecameReady(message.arrays, message.shards, message.settings, message.rule)
@@ -250,7 +254,11 @@ class Worker:
                 ResolveUpdate(event.update, False, reason="nothing is published in this job yet"),
             ]
         self._updates[event.update] = _Update(
-            event.buffer, event.size_bytes, event.bases or self._bases, event.norm
+            event.buffer,
+            event.size_bytes,
+            self._began(event.bases or self._bases),
+            event.norm,
+            event.settings,
         )
         self._next_number = split_update_id(event.update)[1] + 1
         self._counts["offered"] += 1
@@ -296,7 +304,7 @@ class Worker:
             node=part.node,
             role=part.role,
             buffer=held.buffer,
-            about=UpdatePart(update, part.shard, part.epoch, weight, part.group, part.term),
+            about=UpdatePart(update, part.shard, part.epoch, weight, part.group, part.term, held.settings),
             rate_bytes_per_s=part.rate_bytes_per_s,
             ranges=((shard.start, shard.count),),
             scale=weight,
@@ -404,7 +412,7 @@ class Worker:
             wanted.versions.clear()
             wanted.transfers.clear()
             wanted.retry_at = None
-            actions.append(self._tell(PullWanted(pull, wanted.with_state)))
+            actions.append(self._tell(wanted.wanted))
         return actions
 
     def _scheduler_changed(self) -> list[Action]:
@@ -485,6 +493,22 @@ class Worker:
 
     # --- pulls ------------------------------------------------------------------------------------------
 
+    def _want_pull(self, event: PullRequested) -> list[Action]:
+        """For the next step, the model has to hold the step that our last update was for."""
+        clock = -1 if event.aside else self._counts["committed"] + self._counts["dropped"]
+        after = 0
+        if self._every and clock > self._pulled_at:
+            after = min(base.count for base in self._began(self._bases)) + self._every
+        wanted = PullWanted(event.pull, event.with_state, clock, after)
+        self._pulls[event.pull] = _Pull(wanted)
+        return [self._tell(wanted)]
+
+    def _began(self, bases: tuple[Version, ...]) -> tuple[Version, ...]:
+        """Where one step takes several gradients, the versions at which it began: its weights are theirs."""
+        if not self._every:
+            return bases
+        return tuple(Version(base.epoch, base.count - base.count % self._every) for base in bases)
+
     def _accept_model(self, event: TransferArriving, about: ModelPart) -> list[Action]:
         pull = self._pulls.get(about.pull)
         if pull is None or about.version.epoch < self._shards[about.shard].epoch:
@@ -506,6 +530,7 @@ class Worker:
                 return []
             versions = tuple(pull.versions[index] for index in sorted(pull.versions))
             self._bases = versions
+            self._pulled_at = max(self._pulled_at, pull.wanted.clock)
             del self._pulls[name]
             return [ResolvePull(name, versions)]
         return []
@@ -523,10 +548,10 @@ class Worker:
         for transfer in [name for name, at in self._initial_again.items() if now >= at]:
             del self._initial_again[transfer]
             actions.append(self._initial[transfer])
-        for pull, wanted in self._pulls.items():
+        for wanted in self._pulls.values():
             if wanted.retry_at is not None and now >= wanted.retry_at:
                 wanted.retry_at = None
-                actions.append(self._tell(PullWanted(pull, wanted.with_state)))
+                actions.append(self._tell(wanted.wanted))
         return actions
 
     def next_deadline(self) -> float | None:

@@ -111,6 +111,7 @@ class Engine:
         self.name = name
         self.job = ""  # named when a connection is opened: its secret is meant
         self.traffic = Traffic()
+        self.workers: tuple[str, ...] = ()  # of our job, as the scheduler last told
         self.node = Node(name, self, data, log)
         self.mesh = Mesh(Switchboard(name), self._open_link, self._watch_link)
         self.client = Client(self.node, self._post, self.call, self.mesh.board)
@@ -691,6 +692,7 @@ class Engine:
     def observe(self, message: Members | HeartbeatSeen | NodeLost) -> None:
         match message:
             case Members(members=members):
+                self.workers = tuple(member.node for member in members if "worker" in member.roles)
                 for member in members:
                     if member.node != self.name and member.address:
                         self.know(member.node, parse_address(member.address))
