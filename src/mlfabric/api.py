@@ -7,6 +7,7 @@ long raises TimeoutError and leaves the thing pending.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -34,12 +35,19 @@ from mlfabric.numerics import Vector
 from mlfabric.roles.actions import MemberSettings, SchedulerSettings
 from mlfabric.rules import Rounds, Rule, make_rule
 from mlfabric.runtime.engine import Engine, Traffic
-from mlfabric.runtime.probe import find_scheduler
+from mlfabric.runtime.probe import Found, NobodyThereError, find_scheduler
 from mlfabric.runtime.tls import Tls
 
 ALL_ROLES = MEMBER_ROLES
 # How long calls wait where the caller does not say.
 PATIENCE_S = 60.0
+# How a name is refused that somebody has, and how soon a restarted process tries again.
+TAKEN = "is taken by a living member"
+AGAIN_S = 0.1
+# How long the first of several addresses looks for a scheduler at the others before it becomes one; after a
+# restart the others may have to agree on a successor first.
+ALONE_S = 1.0
+ALONE_RESTARTED_S = 8.0
 
 Result = TypeVar("Result")
 
@@ -379,6 +387,8 @@ def join(
     timeout: float = 10.0,
 ) -> Fabric:
     """Become a member. `address` is the scheduler's; under torchrun none is needed and rank 0 embeds it.
+    Several addresses, with commas between them, are asked by turns; any member's will do. Who listens at the
+    first of them schedules if nobody does.
 
     `up` and `down` are the rates of this host's link ("200mbit"); `roles` what this member may be used for;
     `scheduler=True` embeds the scheduler here and listens at `address`; `tls` is a folder made by
@@ -403,21 +413,33 @@ def join(
 
 def join_with(settings: Settings, roles: tuple[str, ...], timeout: float = 10.0) -> Fabric:
     """`join` with everything already decided."""
+    until = time.monotonic() + timeout
+    while True:
+        try:
+            return _join_once(settings, roles, max(until - time.monotonic(), AGAIN_S))
+        except FabricError as error:
+            # The life before ours may hold our name until its end is noticed.
+            if not settings.restarted or TAKEN not in str(error) or time.monotonic() + AGAIN_S >= until:
+                raise
+        time.sleep(AGAIN_S)
+
+
+def _join_once(settings: Settings, roles: tuple[str, ...], timeout: float) -> Fabric:
     for role in roles:
         if role not in ALL_ROLES:
             raise FabricError(f"unknown role {role!r}; roles are {', '.join(ALL_ROLES)}")
     log: LogSink = FileLog(settings.log) if settings.log is not None else NoLog()
     data = ArrayData(mirror=settings.mirror)
     tls = Tls(settings.tls) if settings.tls is not None else None
-    if settings.embed_scheduler:
+    found = None if settings.embed_scheduler else _find(settings, timeout, tls)
+    if found is None:
         listen, leader = settings.scheduler, settings.name
     else:
-        found = find_scheduler(settings.scheduler, settings.name, settings.secret, timeout, settings.job, tls)
         # The address by which the scheduler is reached is the one by which it reaches us.
         listen, leader = settings.listen or (found.ours, 0), found.scheduler
     engine = Engine(settings.name, data, log, listen, settings.secret, settings.insecure, tls=tls)
     engine.job = settings.job
-    if settings.embed_scheduler:
+    if found is None:
         engine.node.start_role(
             "scheduler", SchedulerSettings(settings.name, least_lease_s=settings.least_lease_s)
         )
@@ -442,6 +464,19 @@ def join_with(settings: Settings, roles: tuple[str, ...], timeout: float = 10.0)
         engine.stop(0.1)
         raise
     return Fabric(engine, settings, roles, log)
+
+
+def _find(settings: Settings, timeout: float, tls: Tls | None) -> Found | None:
+    """Who schedules; None: we do, as nobody else does and it is ours to begin."""
+    who = (settings.name, settings.secret)
+    if not settings.embeds_if_alone:
+        return find_scheduler(settings.scheduler, *who, timeout, settings.job, tls, settings.others)
+    first, *rest = settings.others
+    patience = ALONE_RESTARTED_S if settings.restarted else ALONE_S
+    try:
+        return find_scheduler(first, *who, patience, settings.job, tls, rest)
+    except NobodyThereError:
+        return None
 
 
 def local(

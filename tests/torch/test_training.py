@@ -47,7 +47,7 @@ def alone(**wishes: Any) -> dict[str, Any]:
     return {"address": "127.0.0.1:0", "scheduler": True, "name": "w0", "expected": 1, **wishes}
 
 
-OPTIMIZERS = [
+OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
     ("AdamW", {"lr": 0.01, "betas": (0.8, 0.95)}),
     ("RMSprop", {"lr": 0.005}),
