@@ -8,6 +8,7 @@ instead; in mode `local` they take several steps of their own and offer what the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -285,10 +286,24 @@ class Training:
             self._pulling = None
             self._load(self.fabric.pull(self._timeout, aside=True))
 
+    def wait_for_others(self, timeout: float | None = None) -> None:
+        """Until all other workers have left; then this one has the model that all of them trained."""
+        until = time.monotonic() + timeout if timeout is not None else None
+        self.finish()
+        while self.fabric.worker_count > 1:
+            if until is not None and time.monotonic() >= until:
+                raise TimeoutError(
+                    f"{self.fabric.worker_count - 1} workers still train (after {timeout:g} s)"
+                )
+            time.sleep(0.05)
+        self.finish()
+
     def close(self) -> None:
-        """Finish, and leave."""
+        """Finish, hand on what this member serves, and leave."""
         try:
             self.finish()
+            if self.fabric.worker_count > 1:
+                self.fabric.drain(self._timeout)
         finally:
             self.fabric.close()
 
