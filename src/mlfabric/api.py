@@ -34,9 +34,10 @@ from mlfabric.messages import (
 from mlfabric.numerics import Vector
 from mlfabric.roles.actions import MemberSettings, SchedulerSettings
 from mlfabric.rules import Rounds, Rule, make_rule
-from mlfabric.runtime.engine import Engine, Traffic
+from mlfabric.runtime.engine import Engine
 from mlfabric.runtime.probe import Found, NobodyThereError, find_scheduler
 from mlfabric.runtime.tls import Tls
+from mlfabric.runtime.transfers import Traffic
 
 ALL_ROLES = MEMBER_ROLES
 # How long calls wait where the caller does not say.
@@ -438,7 +439,7 @@ def _join_once(settings: Settings, roles: tuple[str, ...], timeout: float) -> Fa
         # The address by which the scheduler is reached is the one by which it reaches us.
         listen, leader = settings.listen or (found.ours, 0), found.scheduler
     engine = Engine(settings.name, data, log, listen, settings.secret, settings.insecure, tls=tls)
-    engine.job = settings.job
+    engine.reception.job = settings.job
     if found is None:
         engine.node.start_role(
             "scheduler", SchedulerSettings(settings.name, least_lease_s=settings.least_lease_s)
