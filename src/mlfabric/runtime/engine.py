@@ -75,6 +75,7 @@ class Engine:
         self.groups = GroupCalls(name, self.mesh.board, self.call, self._request_group)
         self.client = Client(NodeCourier(self.node, self.call, self.groups), self.groups)
         self.answers: Answers = self.client
+        self.workers: tuple[str, ...] = ()  # of our job, as the scheduler last told
         self._complaints = Complaints()
         self.reception = Reception(name, listen, secret, insecure, job_secrets, tls, self._complaints)
         self._listener = self.reception.listener
@@ -392,6 +393,7 @@ class Engine:
     def observe(self, message: Members | HeartbeatSeen | NodeLost) -> None:
         match message:
             case Members(members=members):
+                self.workers = tuple(member.node for member in members if "worker" in member.roles)
                 for member in members:
                     self.mesh.place(member.node, member.rack)
                     if member.node != self.name and member.address:

@@ -188,8 +188,9 @@ class OutpostEngine(Engine):
             case orders.OutliveJob():
                 groups.outlive_job()
             case orders.AskCounts(question=question):
-                traffic, noticed = self.traffic, self.mesh.rates.noticed
-                self.say(orders.Counts(question, traffic.sent, traffic.received, list(noticed)))
+                sent, received = self.traffic.sent, self.traffic.received
+                noticed = list(self.mesh.rates.noticed)
+                self.say(orders.Counts(question, sent, received, noticed, self.workers))
             case orders.Stop(linger_s=linger):
                 self._begin_stop(linger)
 
