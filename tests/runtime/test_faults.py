@@ -18,6 +18,7 @@ import pytest
 import mlfabric as mf
 from mlfabric.api import Fabric
 from mlfabric.client import Outcome
+from tests.runtime.engines import engine_of
 
 WORKERS, STEPS = 3, 12
 
@@ -106,7 +107,7 @@ def test_the_ledger_holds_over_tcp_while_members_are_torn_away(seed: int) -> Non
         if divergence == 0:
             assert not lost
         for member in cluster.members.values():
-            for role in member._engine.node.roles.values():
+            for role in engine_of(member).node.roles.values():
                 role.validate()
 
 
@@ -135,10 +136,10 @@ def test_a_lost_scheduler_is_succeeded_and_nothing_fails() -> None:
         for thread in threads:
             thread.join(30)
             assert not thread.is_alive()
-        terms = {fabric._engine.node.roles["member"].statistics().term for fabric in (second, third)}  # type: ignore[attr-defined]
+        terms = {engine_of(fabric).node.roles["member"].statistics().term for fabric in (second, third)}  # type: ignore[attr-defined]
         assert terms == {1}
         with mf.join(third.address, job="j", name="w3") as late:  # any member knows who schedules
-            assert late._engine.node.scheduler == second._engine.node.scheduler
+            assert engine_of(late).node.scheduler == engine_of(second).node.scheduler
 
 
 def test_a_member_given_up_while_it_was_merely_busy_goes_on_with_its_collectives() -> None:
@@ -147,8 +148,8 @@ def test_a_member_given_up_while_it_was_merely_busy_goes_on_with_its_collectives
         mf.join(first.address, job="j", name="w1", expected=2) as second,
     ):
         _reduce_all(first, second)
-        departures = second._engine._departures
-        first._engine.call(lambda: first._engine._departures.give_up("w1", "silent for 3.0 s"))
+        departures = engine_of(second)._departures
+        engine_of(first).call(lambda: engine_of(first)._departures.give_up("w1", "silent for 3.0 s"))
         _wait_for(lambda: departures.leaving)  # the other connections have ended
         _wait_for(lambda: not departures.leaving)
         _reduce_all(first, second)
@@ -192,7 +193,7 @@ def test_a_worker_may_come_back_under_its_name() -> None:
         second.publish({"w": np.zeros(10)}, apply=mf.Sum())
         second.push({"w": np.ones(10)}).result(20)
         second._engine.stop(0.0)
-        _wait_for(lambda: first._engine.node.roles["scheduler"].statistics().members == 1)  # type: ignore[attr-defined]
+        _wait_for(lambda: engine_of(first).node.roles["scheduler"].statistics().members == 1)  # type: ignore[attr-defined]
         with mf.join(first.address, job="j", name="w1", roles=("worker",)) as again:
             again.publish({"w": np.zeros(10)}, apply=mf.Sum())
             ticket = again.push({"w": np.ones(10)})

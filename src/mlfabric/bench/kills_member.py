@@ -25,6 +25,7 @@ from mlfabric.errors import FabricError
 from mlfabric.numerics import Vector
 from mlfabric.roles.server import ServerStatistics
 from mlfabric.rules import SGD, Pieces, Sum
+from mlfabric.runtime.engine import Engine
 
 BATCH = 32
 LEARNING_RATE = 0.02
@@ -91,10 +92,12 @@ def main() -> None:
 
 def tell_roles(fabric: Fabric) -> None:
     """Say which roles this process holds, each time they change: server.0 with its epoch, and so on."""
+    engine = fabric._engine
+    assert isinstance(engine, Engine), "this member's engine is a thread"
     told: dict[str, int] = {}
     while True:
         held = {}
-        for name, role in list(fabric._engine.node.roles.items()):
+        for name, role in list(engine.node.roles.items()):
             figures = role.statistics()
             held[name] = figures.epoch if isinstance(figures, ServerStatistics) else 0
         if held != told:

@@ -16,6 +16,7 @@ from mlfabric.roles.bandwidth import BandwidthView
 from mlfabric.roles.groups import Groups
 from mlfabric.roles.leases import Leases
 from mlfabric.roles.orderbook import OrderBook
+from mlfabric.roles.pace import Pace
 
 
 @dataclass(slots=True)
@@ -50,6 +51,7 @@ class Job:
     alone: bool = False  # too few members are heard to decide anything
     enough: tuple[float, bool] = (-1.0, False)  # until when it is known whether enough are heard
     given_up: dict[str, float] = field(default_factory=dict)  # of late and on suspicion only: until when
+    pace: Pace | None = None  # of the model's steps, where they are bound to each other
 
 
 class Domain:

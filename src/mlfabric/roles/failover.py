@@ -48,6 +48,8 @@ class FailOver:
         for pull in [name for name, pulling in job.pulls.items() if pulling.node == node]:
             del job.pulls[pull]
         rest = self._pulls.source_lost(job, node)
+        if job.pace is not None:
+            job.pace.lost(node)
         actions += job.groups.lost(node, f"was lost ({reason})" if reason != LEFT else "left")
         if job.book is None:
             return actions

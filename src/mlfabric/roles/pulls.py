@@ -11,6 +11,7 @@ from mlfabric.plan.values import Reserved
 from mlfabric.roles.actions import Action, Send
 from mlfabric.roles.domain import Domain, Fetch, Job
 from mlfabric.roles.entries import ShardBook
+from mlfabric.roles.pace import Pace
 from mlfabric.roles.release import MAX_RATE
 
 # A replica is brought up to date in spare time once it has used up this share of its bound.
@@ -27,6 +28,23 @@ class Pulls:
         if job.book is None or not job.ready:
             job.early_pulls.append((sender, message))
             return []
+        if job.pace is None:
+            job.pace = Pace(job.book.entries.settings)
+        if not job.pace.binds:
+            return self._serve(job, sender, message, now)
+        job.pace.ask(sender, message)
+        return self.serve_due(job, now)
+
+    def serve_due(self, job: Job, now: float) -> list[Action]:
+        """Give the model to those whose next step may begin, where steps are bound to each other."""
+        if job.pace is None or not job.pace.binds or job.book is None or job.failed is not None:
+            return []
+        version = min(shard.version for shard in job.book.shards.values())
+        due = job.pace.due(version)
+        return [action for node, pull in due for action in self._serve(job, node, pull, now)]
+
+    def _serve(self, job: Job, sender: str, message: PullWanted, now: float) -> list[Action]:
+        assert job.book is not None
         if job.promoting or job.ending is not None:
             return []  # the new leader's announcement makes the worker ask again; or the job ends
         actions: list[Action] = []

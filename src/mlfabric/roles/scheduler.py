@@ -219,6 +219,7 @@ class Scheduler:
                 actions += self._drain_on(job, now)
             if job.moving and book is not None:
                 actions += self._handover.ask_to_yield(job)
+            actions += self._pulls.serve_due(job, now)
             if book is None or not self._goes_on(job):
                 continue
             if book.entries.plan_at is None or now < book.entries.plan_at:
