@@ -53,8 +53,8 @@ SERVES = ("server", "replica")
 # Every role on a host of its own; servers have the slower links, so that sums are worth making.
 APART = (
     Seat("c0", (), schedules=True),
-    Seat("s0", SERVES, rate="60mbit"),
-    Seat("r0", SERVES, rate="60mbit"),
+    Seat("s0", SERVES, rate="40mbit"),
+    Seat("r0", SERVES, rate="40mbit"),
     Seat("a0", ("aggregator",), rate="200mbit"),
     Seat("w0", ("worker",), rate="200mbit"),
     Seat("w1", ("worker",), rate="200mbit"),
