@@ -150,6 +150,18 @@ class RatesLearned(Message, frozen=True):
     down_bytes_per_s: float | None
 
 
+class FlowRate(msgspec.Struct, frozen=True, array_like=True):
+    node: str  # it goes to
+    bytes_per_s: float | None  # payload; zero: it has ended; None: it has just begun
+    limited: bool  # by the network
+
+
+class FlowsSeen(Message, frozen=True):
+    """How fast the sender's bulk transfers go, for the scheduler to find out which links hold them back."""
+
+    flows: tuple[FlowRate, ...]
+
+
 # Why a node is gone that said good-bye; its connections end by themselves, after what they still carry.
 LEFT = "it left"
 
@@ -773,6 +785,7 @@ class TransferHeader(msgspec.Struct, frozen=True):
 ControlMessage = (
     Join | JoinAccepted | JoinRefused | Members | Leave | Heartbeat | HeartbeatSeen | NodeLost
     | RatesLearned
+    | FlowsSeen
     | VoteWanted | VoteGiven | NewTerm | Register | Reported | Rejoin | StepDown
     | DrainBegun | YieldLead | LeadYielded | StatusWanted | StatusReport | DrainWanted | DrainAnswered
     | JobKnown | ShardReport | ReplicaReport

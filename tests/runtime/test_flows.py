@@ -100,4 +100,4 @@ def test_a_window_that_still_grows_says_nothing_of_the_link() -> None:
 def test_a_busy_processor_is_not_taken_for_a_slow_network() -> None:
     node = Node()
     node.send(2.0, tick_s=LATE_S + 0.05)
-    assert node.told == []
+    assert node.told == [FlowSample("s", None, False)]

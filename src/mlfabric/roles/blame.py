@@ -33,7 +33,8 @@ Way = tuple[str, str]  # (host, "up" or "down")
 
 @dataclass(slots=True)
 class _Flow:
-    rate: float
+    ends: tuple[str, str]  # hosts
+    rate: float | None  # None: it has just begun
     limited: bool  # by the network: neither paced, nor waiting for its application
     at: float
     since: float | None = None  # held back without an explanation
@@ -51,7 +52,7 @@ class LinkBeliefs:
     """What is believed of the links of hosts, in payload bytes per second."""
 
     def __init__(self) -> None:
-        self._flows: dict[tuple[str, str], _Flow] = {}  # by source and target host
+        self._flows: dict[tuple[str, str], _Flow] = {}  # by source and target node
         self._beliefs: dict[Way, _Belief] = {}
 
     def rate(self, host: str, way: str) -> float | None:
@@ -70,42 +71,49 @@ class LinkBeliefs:
     def forget(self, host: str) -> None:
         for way in ("up", "down"):
             self._beliefs.pop((host, way), None)
-        self._flows = {pair: flow for pair, flow in self._flows.items() if host not in pair}
+        self._flows = {nodes: flow for nodes, flow in self._flows.items() if host not in flow.ends}
 
-    def flow_seen(self, source: str, target: str, rate: float, limited: bool, now: float) -> bool:
-        """A sender's report of what it sends to a host, zero when it has ended; whether a belief changed."""
-        self._flows = {pair: flow for pair, flow in self._flows.items() if now - flow.at <= FLOW_S}
-        if rate <= 0 or source == target:
-            self._flows.pop((source, target), None)
+    def flow_seen(
+        self,
+        source: str,
+        target: str,
+        rate: float | None,
+        limited: bool,
+        now: float,
+        nodes: tuple[str, str] | None = None,
+    ) -> bool:
+        """A sender's report of what it sends from host to host, zero when it has ended, None when it has just
+        begun; whether a belief changed. `nodes` tells apart the flows of several processes of a host."""
+        key = nodes or (source, target)
+        self._flows = {each: flow for each, flow in self._flows.items() if now - flow.at <= FLOW_S}
+        if rate == 0 or source == target:
+            self._flows.pop(key, None)
             return False
-        before = self._flows.get((source, target))
+        before = self._flows.get(key)
         since = before.since if before is not None and limited else None
-        flow = self._flows[source, target] = _Flow(rate, limited, now, since)
+        flow = self._flows[key] = _Flow((source, target), rate, limited, now, since)
         up, down = (source, "up"), (target, "down")
         news = [self._raise(way, limited, now) for way in (up, down)]
         if limited:
             news.append(self._explain(flow, up, down, now))
         return any(news)
 
-    def _rates(self, way: Way) -> list[float]:
+    def _flows_of(self, way: Way) -> list[_Flow]:
         host, direction = way
         end = 0 if direction == "up" else 1
-        return [flow.rate for pair, flow in self._flows.items() if pair[end] == host]
+        return [flow for flow in self._flows.values() if flow.ends[end] == host]
 
     def _carried(self, way: Way) -> float:
-        return sum(self._rates(way))
+        return sum(flow.rate or 0.0 for flow in self._flows_of(way))
 
     def _held_back(self, way: Way) -> int:
         """How many flows of a link are held back by the network."""
-        host, direction = way
-        end = 0 if direction == "up" else 1
-        return sum(flow.limited for pair, flow in self._flows.items() if pair[end] == host)
+        return sum(flow.limited for flow in self._flows_of(way))
 
     def _raise(self, way: Way, limited: bool, now: float) -> bool:
         """What a link carries it can carry; whether that is news."""
         belief = self._beliefs.get(way)
-        rates = self._rates(way)
-        carried = sum(rates)
+        carried = self._carried(way)
         if belief is None or carried < FULL * belief.rate:
             return False
         if carried <= (1 + NEWS) * belief.rate:
@@ -115,7 +123,7 @@ class LinkBeliefs:
         # One of several flows may have ended without our knowing yet; a single one is sure.
         if belief.over_since is None:
             belief.over_since = now
-        if len(rates) > 1 and now - belief.over_since < DECIDE_S:
+        if len(self._flows_of(way)) > 1 and now - belief.over_since < DECIDE_S:
             return False
         return self._set(way, carried, now)
 
@@ -127,7 +135,8 @@ class LinkBeliefs:
                 return False
         if flow.since is None:
             flow.since = now
-        if now - flow.since < DECIDE_S:
+        unclear = any(other.rate is None for way in (up, down) for other in self._flows_of(way))
+        if unclear or now - flow.since < DECIDE_S:
             return False
         flow.since = None
         news = [self._set(way, self._carried(way), now) for way in self._blamed(up, down)]

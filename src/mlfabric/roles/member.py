@@ -12,6 +12,7 @@ from mlfabric.events import (
     DeadlinePassed,
     DrainRequested,
     Event,
+    FlowsMeasured,
     JoinRequested,
     LeaveRequested,
     MessageReceived,
@@ -24,6 +25,8 @@ from mlfabric.messages import (
     ControlMessage,
     DrainBegun,
     DrainWanted,
+    FlowRate,
+    FlowsSeen,
     FollowShard,
     Heartbeat,
     HeartbeatSeen,
@@ -99,6 +102,8 @@ class Member:
                 return [self._tell(DrainWanted(self._settings.member.node))]
             case RatesMeasured(up_bytes_per_s=up, down_bytes_per_s=down) if self._label is not None:
                 return [self._tell(RatesLearned(up, down))]
+            case FlowsMeasured(flows=flows) if self._label is not None:
+                return [self._tell(FlowsSeen(tuple(FlowRate(*flow) for flow in flows)))]
             case LeaveRequested():
                 self._left, self._beat_at = True, None
                 return [self._tell(Leave(self._settings.member.node))]
@@ -194,7 +199,9 @@ class Member:
             [self._tell(Heartbeat(now, self._attempt))] if self._succession.speaks_to_scheduler(now) else []
         )
 
-    def _tell(self, message: Join | Heartbeat | Leave | Reported | DrainWanted | RatesLearned) -> Send:
+    def _tell(
+        self, message: Join | Heartbeat | Leave | Reported | DrainWanted | RatesLearned | FlowsSeen
+    ) -> Send:
         return Send(SCHEDULER, "scheduler", message)
 
     def next_deadline(self) -> float | None:

@@ -52,6 +52,8 @@ from mlfabric.topology import Network
 
 # Offers that come within this time are planned together.
 BATCH_S = 0.002
+# So are changes of rates.
+RATES_S = 0.05
 # How much longer than planned a group may gather and an update may stay away before it is given up.
 PATIENCE = 2.0
 PATIENCE_S = 1.0
@@ -171,6 +173,11 @@ class OrderBook:
 
     def _plan_soon(self, at: float) -> None:
         self.plan_at = at if self.plan_at is None else min(self.plan_at, at)
+
+    def rates_changed(self, now: float) -> None:
+        """What waits is planned anew, soon: news of rates come in flocks."""
+        if self._waiting:
+            self._plan_soon(now + RATES_S)
 
     def applied(self, report: AppliedReport, now: float) -> list[Action]:
         book = self.shards[report.shard]

@@ -22,6 +22,7 @@ from mlfabric.messages import (
     DrainAnswered,
     DrainBegun,
     DrainWanted,
+    FlowsSeen,
     FollowShard,
     GroupHeld,
     GroupWanted,
@@ -188,7 +189,7 @@ class Scheduler:
                 return self._beat(sender, message, now)
             case NewTerm():
                 return self._succeeded(sender, message)
-            case RatesLearned():
+            case RatesLearned() | FlowsSeen():
                 self._learn_rates(sender, message, now)
                 return self._better_links(sender, now)
             case DrainWanted():
@@ -358,12 +359,14 @@ class Scheduler:
         self._moved[job.name] = message
         return [Note("succeeded", f"job {job.name} is scheduled by {message.scheduler} now", loud=True)]
 
-    def _learn_rates(self, sender: str, learned: RatesLearned, now: float) -> None:
+    def _learn_rates(self, sender: str, learned: RatesLearned | FlowsSeen, now: float) -> None:
         """Plan with what a host's transfers showed; nonsense is not believed."""
-        if self._view.learn(sender, learned):
+        if self._view.learn(sender, learned, now):
             self._network = self._view.network()
             for job in self._jobs.values():
                 job.groups.rates_changed(now)
+                if job.book is not None:
+                    job.book.rates_changed(now)
 
     def _announce(self, job: _Job) -> list[Action]:
         """Tell all members of the job who is there; those that only watch succeed last."""

@@ -23,7 +23,7 @@ from mlfabric.collective.switchboard import Switchboard
 from mlfabric.config import parse_address
 from mlfabric.data import DataPlane
 from mlfabric.eventlog import LogSink
-from mlfabric.events import Event, RatesMeasured
+from mlfabric.events import Event, FlowsMeasured, RatesMeasured
 from mlfabric.messages import (
     LEFT,
     ControlMessage,
@@ -212,6 +212,9 @@ class Engine:
         rates = self.mesh.look(now)
         if rates is not None:
             self.node.post("member", RatesMeasured(*rates))
+        flows = self._transfers.look(now, self.mesh.board.busy)
+        if flows:
+            self.node.post("member", FlowsMeasured(tuple((f.peer, f.bytes_per_s, f.limited) for f in flows)))
         if now >= self._expire_at:
             self._expire_at = now + EXPIRE_S
             self._expire()
@@ -235,9 +238,9 @@ class Engine:
         at = self.node.next_deadline()
         if at is not None:
             until = min(until, at - self._anchor)
-        look_at = self.mesh.next_look(now)
-        if look_at is not None:
-            until = min(until, look_at)
+        for look_at in (self.mesh.next_look(now), self._transfers.next_look(now)):
+            if look_at is not None:
+                until = min(until, look_at)
         if self._linger_until is not None or self._leaving:
             until = min(until, now + EXPIRE_S)
         return max(until - now, 0.0)

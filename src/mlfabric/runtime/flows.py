@@ -17,7 +17,7 @@ LATE_S = 0.08
 # A rate is taken over at least this long and so many bytes, or over the longest time.
 SAMPLE_S = 0.05
 SAMPLE_BYTES = 256 * 1024
-LONGEST_S = 0.4
+LONGEST_S = 0.2
 # TCP finds its window in the beginning.
 BEGINNING_S = 0.02
 # A flow had bytes to send all the time, and the receiver took them.
@@ -49,7 +49,7 @@ class FlowSample:
     """What was sent to a peer: payload bytes per second, and whether the network held that back."""
 
     peer: str
-    bytes_per_s: float
+    bytes_per_s: float | None  # None: it has just begun; zero: it has ended
     limited: bool
 
 
@@ -67,7 +67,7 @@ class _Flow:
         self.rate = 0.0
         self.limited = False
         self.paced = False
-        self.told: tuple[float, float, bool] = (float("-inf"), 0.0, False)  # (when, rate, limited)
+        self.told: tuple[float, float, bool] | None = None  # (when, rate, limited)
 
     def look(self, now: float, state: BulkState, late: bool) -> bool:
         """Whether there is a new sample."""
@@ -110,7 +110,7 @@ class FlowWatch:
         self._looked_at = now
         raised, current = [], dict(states)
         for peer in [peer for peer in self._flows if peer not in current]:
-            if self._flows.pop(peer).told[1] > 0:
+            if self._flows.pop(peer).told is not None:
                 self._ended.append(peer)
         for peer, state in current.items():
             flow = self._flows.setdefault(peer, _Flow())
@@ -125,6 +125,10 @@ class FlowWatch:
         told = [FlowSample(peer, 0.0, False) for peer in self._ended]
         self._ended.clear()
         for peer, flow in self._flows.items():
+            if flow.told is None:
+                flow.told = (float("-inf"), 0.0, False)
+                told.append(FlowSample(peer, flow.rate or None, flow.limited))
+                continue
             at, rate, limited = flow.told
             changed = abs(flow.rate - rate) > WORTH_TELLING * rate or flow.limited != limited
             if flow.rate > 0 and (changed or now - at >= REPEAT_S):

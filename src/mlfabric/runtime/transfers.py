@@ -12,6 +12,7 @@ from mlfabric.messages import TransferHeader
 from mlfabric.node import Node
 from mlfabric.numerics import Vector
 from mlfabric.runtime.connection import Connection, Receiving, Sending
+from mlfabric.runtime.flows import TICK_S, FlowSample, FlowWatch
 from mlfabric.wire import Frame, WireError, decode_open, encode_open
 
 
@@ -30,6 +31,27 @@ class Transfers:
         self._sending: dict[str, Connection] = {}  # transfer -> connection
         self._streams = 0
         self.traffic = Traffic()
+        self._flows = FlowWatch()
+        self._look_at: float | None = None
+
+    # --- rates ------------------------------------------------------------------------------------------
+
+    def next_look(self, now: float) -> float | None:
+        """When the flows have to be looked at again; None: nothing is under way."""
+        if self._look_at is None and self._sending:
+            self._look_at = now
+        return self._look_at
+
+    def look(self, now: float, shared: bool) -> tuple[FlowSample, ...]:
+        """See how the flows fare; what of it is news. `shared`: collectives use the same links just now."""
+        if self._look_at is None or now < self._look_at:
+            return ()
+        sending = {c.peer: c for c in self._sending.values() if c.ready and c.sendings}
+        self._look_at = now + TICK_S if self._sending else None
+        states = [(peer, connection.bulk_state()) for peer, connection in sending.items()]
+        for peer in self._flows.look(now, states, shared):
+            sending[peer].raise_pace()
+        return self._flows.news(now)
 
     # --- sending ----------------------------------------------------------------------------------------
 
