@@ -32,6 +32,7 @@ from mlfabric.runtime.tls import Tls
 WAIT_S = 3600.0
 # A first round makes connections; the next ones show how fast the links are.
 WARM_ROUNDS = 3
+LEAVE_S = 10.0
 
 
 class TransferOrder(msgspec.Struct, frozen=True):
@@ -95,6 +96,8 @@ class TransferBench:
                         report.times.append(times)
                         report.server, report.workers = self._places(number)
                     self._meet(fabric)  # nobody leaves before all are done
+                    if self._rank == 0:
+                        self._wait_until_alone(number)
         return report
 
     def _join(self, number: int) -> Fabric:
@@ -174,6 +177,14 @@ class TransferBench:
     def _beliefs(self) -> list[Belief]:
         hosts = {m.host: Belief(m.host, m.up_bytes_per_s, m.down_bytes_per_s) for m in self._status().members}
         return list(hosts.values())
+
+    def _wait_until_alone(self, number: int) -> None:
+        """Without its server a job fails: the server leaves last."""
+        until = time.monotonic() + LEAVE_S
+        while time.monotonic() < until:
+            if sum(m.job == self._job(number) for m in self._status().members) <= 1:
+                return
+            time.sleep(0.02)
 
     def _places(self, number: int) -> tuple[str, list[str]]:
         """The server's host, and the host of each worker."""

@@ -59,9 +59,12 @@ class BandwidthView:
         for flow in message.flows:
             sensible = flow.bytes_per_s is None or 0 <= flow.bytes_per_s < MAX_RATE
             if flow.node in self._members and sensible:
-                hosts = self._members[node].host, self._members[flow.node].host
+                here, there = self._members[node], self._members[flow.node]
+                # What holds flows between racks back may be a link of the racks.
+                limited = flow.limited and here.rack == there.rack
                 nodes = (node, flow.node)
-                news |= self._beliefs.flow_seen(*hosts, flow.bytes_per_s, flow.limited, now, nodes)
+                rate = flow.bytes_per_s
+                news |= self._beliefs.flow_seen(here.host, there.host, rate, limited, now, nodes)
         return news
 
     def network(self) -> Network:

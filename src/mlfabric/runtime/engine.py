@@ -212,7 +212,7 @@ class Engine:
         rates = self.mesh.look(now)
         if rates is not None:
             self.node.post("member", RatesMeasured(*rates))
-        flows = self._transfers.look(now, self.mesh.board.busy)
+        flows = self._transfers.look(time.monotonic(), self.mesh.board.busy)
         if flows:
             self.node.post("member", FlowsMeasured(tuple((f.peer, f.bytes_per_s, f.limited) for f in flows)))
         if now >= self._expire_at:
@@ -400,6 +400,7 @@ class Engine:
         match message:
             case Members(members=members):
                 for member in members:
+                    self.mesh.place(member.node, member.rack)
                     if member.node != self.name and member.address:
                         self.know(member.node, parse_address(member.address))
             case HeartbeatSeen(sent_s=sent, seen_s=seen):

@@ -85,11 +85,13 @@ class _Flow:
         if lasted < SAMPLE_S or (count < SAMPLE_BYTES and lasted < LONGEST_S):
             return False
         self._sample = _Sample(now, state)
-        self.rate = count / lasted
+        measured = count / lasted
         busy = (state.busy_us - first.busy_us) / 1e6 >= LEAST_BUSY * lasted
         window = (state.window_us - first.window_us) / 1e6 > MOST_WINDOW * lasted
-        steady = self._last_rate is not None and self.rate <= GROWS * self._last_rate
-        self._last_rate = self.rate
+        last, self._last_rate = self._last_rate, measured
+        steady = last is not None and measured <= GROWS * last
+        # One sample alone may hold what had been queued before: what grows is told a sample later.
+        self.rate = measured if steady or last is None else last
         self.paced = self.rate >= PACED * first.pace_bytes_per_s
         self.limited = busy and not window and steady and not self.paced
         return True
