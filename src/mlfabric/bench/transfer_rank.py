@@ -32,7 +32,7 @@ from mlfabric.runtime.tls import Tls
 WAIT_S = 3600.0
 # A first round makes connections; the next ones show how fast the links are.
 WARM_ROUNDS = 3
-LEAVE_S = 10.0
+LEAVE_S = 3.0
 
 
 class TransferOrder(msgspec.Struct, frozen=True):

@@ -55,6 +55,7 @@ from mlfabric.wire import Kind, WireError, encode_frame, encode_message
 logger = logging.getLogger("mlfabric")
 
 EXPIRE_S = 0.01  # how often it is looked whose time is up
+MAX_UNADDRESSED = 256  # messages that wait for the address of their receiver
 
 
 class Engine:
@@ -94,6 +95,7 @@ class Engine:
         self._watch = self._roster.watch
         self._links: dict[str, Connection] = {}
         self._links_wanted: set[str] = set()  # peers whose address nobody knows yet
+        self._unaddressed: deque[tuple[str, bytes]] = deque(maxlen=MAX_UNADDRESSED)  # messages for such
         self._transfers = Transfers(self.node, lambda peer: self._to(peer, Purpose.BULK))
         self._departures = Departures(self.node, self.mesh, self._transfers, self._roster, self._links)
         self._leaving = self._departures.leaving
@@ -138,6 +140,16 @@ class Engine:
         if node in self._links_wanted:
             self._links_wanted.discard(node)
             self._open_link(node)
+        waiting = [frame for each, frame in self._unaddressed if each == node]
+        if waiting:
+            self._unaddressed = deque(
+                (entry for entry in self._unaddressed if entry[0] != node), MAX_UNADDRESSED
+            )
+            connection = self._to(node, Purpose.CONTROL)
+            if connection is not None:
+                for frame in waiting:
+                    connection.queue_frame(frame)
+                self._watch(connection)
 
     def call(self, do: Callable[[], None]) -> None:
         """Have something done on the engine's thread."""
@@ -376,11 +388,13 @@ class Engine:
 
     def send(self, node: str, role: str, message: ControlMessage, cause: str) -> None:
         connection = self._to(node, Purpose.CONTROL)
-        if connection is None:
-            logger.debug("%s: nobody to send %s to: %s is unknown", self.name, type(message).__name__, node)
-            return
-        connection.queue_frame(encode_message(role, message, cause))
-        self._watch(connection)
+        if connection is not None:
+            connection.queue_frame(encode_message(role, message, cause))
+            self._watch(connection)
+        elif node not in self._addresses:
+            # Whoever sends us something may come before the word of who it is.
+            logger.debug("%s: %s for %s waits for its address", self.name, type(message).__name__, node)
+            self._unaddressed.append((node, encode_message(role, message, cause)))
 
     def start_transfer(
         self, node: str, header: TransferHeader, payload: Vector, rate_bytes_per_s: float | None
