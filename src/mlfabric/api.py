@@ -333,11 +333,14 @@ def join(
     log: str | Path | None = None,
     insecure: bool | None = None,
     tls: str | Path | None = None,
+    max_rate: str | float | None = None,
+    job_max_rate: str | float | None = None,
     timeout: float = 10.0,
 ) -> Fabric:
     """Become a member. `address` is the scheduler's; under torchrun none is needed and rank 0 embeds it.
 
     `up` and `down` are the rates of this host's link ("200mbit"); `roles` what this member may be used for;
+    `max_rate` is what this host may send, `job_max_rate` what the job may send from any one host;
     `scheduler=True` embeds the scheduler here and listens at `address`; `tls` is a folder made by
     `mlfabric certs`.
     """
@@ -354,6 +357,8 @@ def join(
         insecure=insecure,
         host=host,
         tls=tls,
+        max_rate=max_rate,
+        job_max_rate=job_max_rate,
     )
     return join_with(settings, roles, timeout)
 
@@ -390,6 +395,8 @@ def join_with(settings: Settings, roles: tuple[str, ...], timeout: float = 10.0)
         job=settings.job,
         rack=settings.rack,
         rates_guessed=settings.rates_guessed,
+        max_rate_bytes_per_s=settings.max_rate_bytes_per_s,
+        job_max_rate_bytes_per_s=settings.job_max_rate_bytes_per_s,
     )
     engine.node.start_role("member", MemberSettings(member, leader, settings.expected))
     engine.start()

@@ -42,6 +42,8 @@ class Settings:
     tls: Path | None = None  # a folder with this host's certificate
     listen: tuple[str, int] | None = None  # where this member listens; None: found by the route
     least_lease_s: float = 0.0  # an embedded scheduler never takes shorter silence for death
+    max_rate_bytes_per_s: float | None = None  # what this host may send, by all processes of the fabric on it
+    job_max_rate_bytes_per_s: float | None = None  # what this job may send from any one host
     mirror: Path | None = None  # a folder where the weights this member leads can be read, even after a kill
 
 
@@ -60,6 +62,8 @@ def from_environment(
     host: str | None = None,
     listen: str | None = None,
     tls: str | Path | None = None,
+    max_rate: str | float | None = None,
+    job_max_rate: str | float | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Settings:
     """Arguments first, then MLFABRIC_ variables, then torchrun's, then defaults."""
@@ -93,6 +97,8 @@ def from_environment(
         tls=Path(tls or env["MLFABRIC_TLS"]) if tls or env.get("MLFABRIC_TLS") else None,
         insecure=insecure if insecure is not None else env.get("MLFABRIC_INSECURE") == "1",
         rack=env.get("MLFABRIC_RACK"),
+        max_rate_bytes_per_s=read_limit(max_rate or env.get("MLFABRIC_MAX_RATE")),
+        job_max_rate_bytes_per_s=read_limit(job_max_rate or env.get("MLFABRIC_JOB_MAX_RATE")),
         rates_guessed=all(r is None for r in (up, down, env.get("MLFABRIC_UP"), env.get("MLFABRIC_DOWN"))),
     )
 
@@ -181,6 +187,19 @@ def _listen(written: str | None) -> tuple[str, int] | None:
 
 def _default_name() -> str:
     return re.sub(r"[^A-Za-z0-9_.\-]", "-", f"{socket.gethostname()}-{os.getpid()}")[:64]
+
+
+def read_limit(written: str | float | None) -> float | None:
+    """Payload bytes per second of a limit, which people write in bits on the wire; "none": no limit."""
+    if written is None or written == "none":
+        return None
+    try:
+        rate = parse_rate(written)
+    except ValueError as error:
+        raise FabricError(str(error)) from None
+    if rate <= 0:
+        raise FabricError(f"a limit of {written!r} lets nothing through; give one above zero, or none")
+    return goodput(rate)
 
 
 def _rate(given: str | float | None, written: str | None, scheduler: tuple[str, int]) -> float:

@@ -34,6 +34,7 @@ from mlfabric.messages.membership import (
     JoinAccepted,
     JoinRefused,
     Leave,
+    LimitRate,
     MemberInfo,
     Members,
     NodeLost,
@@ -65,6 +66,8 @@ from mlfabric.messages.operating import (
     DrainAnswered,
     DrainWanted,
     JobStatus,
+    LimitAnswered,
+    LimitWanted,
     MemberStatus,
     ShardStatus,
     StatusReport,
@@ -126,6 +129,9 @@ ControlMessage = (
     Join | JoinAccepted | JoinRefused | Members | Leave | Heartbeat | HeartbeatSeen | NodeLost
     | RatesLearned
     | FlowsSeen
+    | LimitRate
+    | LimitWanted
+    | LimitAnswered
     | VoteWanted | VoteGiven | NewTerm | Register | Reported | Rejoin | StepDown
     | DrainBegun | YieldLead | LeadYielded | StatusWanted | StatusReport | DrainWanted | DrainAnswered
     | JobKnown | ShardReport | ReplicaReport
@@ -144,7 +150,7 @@ ControlMessage = (
 # What only the scheduler says. A node takes it from the scheduler it follows and from nobody else.
 ORDERS: Final = (
     JoinAccepted, JoinRefused, Members, HeartbeatSeen, NodeLost, Rejoin, StepDown,
-    DrainBegun, YieldLead,
+    DrainBegun, YieldLead, LimitRate,
     PublishFirst, PublishRefused, JobReady, LeadShard, FollowShard, ReplicaAssigned, Promote, LeaderChanged,
     JobFailed, Grant, JudgeUpdate, DropUpdate, OfferAgain, Sequence, GatherGroup, LeaveOut, WithdrawSlot,
     SettleSlot, Replicate, ServePull, PullFailed, GroupFormed, GroupPending, GroupFailed, SharesPlanned,
@@ -191,6 +197,9 @@ __all__ = [
     "LeaveOut",
     "LeftOut",
     "MEMBER_ROLES",
+    "LimitAnswered",
+    "LimitRate",
+    "LimitWanted",
     "MemberInfo",
     "MemberStatus",
     "MemberUpdate",

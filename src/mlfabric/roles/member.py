@@ -35,6 +35,7 @@ from mlfabric.messages import (
     JoinRefused,
     LeadShard,
     Leave,
+    LimitRate,
     Members,
     NewTerm,
     NodeLost,
@@ -50,6 +51,7 @@ from mlfabric.roles.actions import (
     Action,
     FailJob,
     FollowScheduler,
+    LimitSending,
     MemberSettings,
     Note,
     RefuseNew,
@@ -145,6 +147,15 @@ class Member:
                     return []  # we have, since that was said
                 again = Note("registering-again", reason, loud=True)
                 return [again, *self._follow(succession.term, succession.scheduler, now)]
+            case LimitRate():
+                # Whoever schedules next hears of it from us.
+                member = msgspec.structs.replace(
+                    self._settings.member,
+                    max_rate_bytes_per_s=message.host_bytes_per_s,
+                    job_max_rate_bytes_per_s=message.job_bytes_per_s,
+                )
+                self._settings = msgspec.structs.replace(self._settings, member=member)
+                return [LimitSending(message.bytes_per_s)]
             case LeadShard() | FollowShard() | StepDown():
                 return self._take(message)
         return []

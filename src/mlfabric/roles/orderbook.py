@@ -103,20 +103,28 @@ class OrderBook:
                 self.entries.finish_part(granted, shard)
 
     def plan(
-        self, network: Network, others: list[Reserved], members: Mapping[str, MemberInfo], now: float
+        self,
+        network: Network,
+        others: list[Reserved],
+        members: Mapping[str, MemberInfo],
+        now: float,
+        max_rate_bytes_per_s: float | None = None,
     ) -> list[Action]:
-        """Plan what waits, tell everybody concerned what starts now, leave the rest for later."""
+        """Plan what waits, tell everybody concerned what starts now, leave the rest for later.
+
+        The job may send no more than `max_rate_bytes_per_s` from any one host.
+        """
         self.entries.plan_at = None
         workers = sum(1 for member in members.values() if "worker" in member.roles)
         bound = self.entries.max_delay(workers)
         actions = self._granting.grant_remainders(network, members, bound, now)
         if not self.entries.decidable():
             return actions
-        state, offers = self._situation(network, members, workers, bound)
+        state, offers = self._situation(members, workers, bound, max_rate_bytes_per_s)
         plan = at_full_rate(
             plan_updates(network, [*others, *self.entries.reserved(now)], state, offers, 0.0),
             now,
-            network,
+            network.sending_at_most(max_rate_bytes_per_s),
             {offer.update: offer.host for offer in offers},
             {shard.index: shard.server for shard in state.shards},
         )
@@ -134,7 +142,7 @@ class OrderBook:
         return actions
 
     def _situation(
-        self, network: Network, members: Mapping[str, MemberInfo], workers: int, bound: int | None
+        self, members: Mapping[str, MemberInfo], workers: int, bound: int | None, max_rate: float | None
     ) -> tuple[JobState, list[Offer]]:
         placed = {index: self.entries.placed_count(index) for index in self.shards}
         top = max(placed.values())
@@ -178,6 +186,7 @@ class OrderBook:
             shards=shards,
             aggregators=aggregators,
             policy=self.entries.settings.policy,
+            max_rate_bytes_per_s=max_rate,
         )
         return state, offers
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from mlfabric.runtime.allowance import Allowance
 from mlfabric.runtime.flows import RAISE, BulkState
 from mlfabric.runtime.link import Link
 from mlfabric.runtime.pacing import set_pace
-from mlfabric.runtime.tls import AnySocket
+from mlfabric.runtime.tls import AnySocket, TlsSocket
 from mlfabric.runtime.trust import Handshake, Purpose
 from mlfabric.wire import CHUNK_BYTES, MAX_DATA_BYTES, Frame, FrameReader, Kind, data_header, encode_frame
 
@@ -77,6 +79,7 @@ class Connection:
         self._paced_for: Sending | None = None
         self._pace = float("inf")  # bytes per second that the kernel sends at most
         self._scratch: bytearray | None = None
+        self.allowance: Allowance | None = None  # of bulk bytes
 
     @property
     def purpose(self) -> Purpose | None:
@@ -106,16 +109,23 @@ class Connection:
     def wants_write(self) -> bool:
         if self.connected and getattr(self.sock, "waits_to_read", False):
             return False
+        if self.connected and self.allowance is not None and not self.allowance.may_send(time.monotonic()):
+            return False
         return not self.connected or bool(self._buffers or self._frames or (self.ready and self.sendings))
 
     def pump(self) -> list[Sending]:
         """Send what the socket takes; the transfers that are now completely on their way."""
         finished: list[Sending] = []
+        allowance = self.allowance
         while self._buffers or self._load(finished):
+            if allowance is not None and not allowance.may_send(time.monotonic()):
+                break
             try:
-                sent = self.sock.sendmsg(self._buffers)
+                sent = self.sock.sendmsg(self._allowed())
             except BlockingIOError:
                 break
+            if allowance is not None:
+                allowance.took(sent)
             while sent:
                 first = self._buffers[0]
                 if sent >= len(first):
@@ -128,6 +138,11 @@ class Connection:
                 self._current.offset += self._chunk
                 self._current = None
         return finished
+
+    def _allowed(self) -> Sequence[memoryview]:
+        if self.allowance is None or isinstance(self.sock, TlsSocket):  # TLS can't take a piece back
+            return self._buffers
+        return self.allowance.cut(self._buffers)
 
     def _load(self, finished: list[Sending]) -> bool:
         """Choose the next bytes to send; False: there are none."""

@@ -35,7 +35,8 @@ from mlfabric.messages import (
 )
 from mlfabric.node import Node
 from mlfabric.numerics import Vector
-from mlfabric.roles.actions import Action, FailJob, Note
+from mlfabric.roles.actions import Action, FailJob, LimitSending, Note
+from mlfabric.runtime.allowance import Allowance
 from mlfabric.runtime.clock import HostClock
 from mlfabric.runtime.complaints import Complaints, host_of, origin_of
 from mlfabric.runtime.connection import Connection
@@ -71,6 +72,7 @@ class Engine:
         tls: Tls | None = None,
     ) -> None:
         self.name = name
+        self.allowance = Allowance()
         self.node = Node(name, self, data, log)
         self.mesh = Mesh(Switchboard(name), self._open_link, self._link_ended)
         self.client = Client(self.node, self._post, self.call, self.mesh.board)
@@ -96,7 +98,7 @@ class Engine:
         self._links: dict[str, Connection] = {}
         self._links_wanted: set[str] = set()  # peers whose address nobody knows yet
         self._unaddressed: deque[tuple[str, bytes]] = deque(maxlen=MAX_UNADDRESSED)  # messages for such
-        self._transfers = Transfers(self.node, lambda peer: self._to(peer, Purpose.BULK))
+        self._transfers = Transfers(self.node, lambda peer: self._to(peer, Purpose.BULK), self.allowance)
         self._departures = Departures(self.node, self.mesh, self._transfers, self._roster, self._links)
         self._leaving = self._departures.leaving
         self._incoming = Incoming(
@@ -218,6 +220,8 @@ class Engine:
         while self._calls:
             self._calls.popleft()()
         self.mesh.flush()
+        if self.allowance.waits and self.allowance.may_send(now):
+            self._send_on()
         at = self.node.next_deadline()
         if at is not None and at <= self._anchor + now:
             self.node.tick()
@@ -230,6 +234,13 @@ class Engine:
         if now >= self._expire_at:
             self._expire_at = now + EXPIRE_S
             self._expire()
+
+    def _send_on(self) -> None:
+        """Those who had sent as much as they may go on."""
+        self.allowance.waits = False
+        self.mesh.resume()
+        for connection in self._transfers.under_way():
+            self._watch(connection)
 
     def _watch_mesh(self) -> None:
         """While the links rest, what comes over them wakes nobody."""
@@ -250,9 +261,13 @@ class Engine:
         at = self.node.next_deadline()
         if at is not None:
             until = min(until, at - self._anchor)
-        for look_at in (self.mesh.next_look(now), self._transfers.next_look(now)):
-            if look_at is not None:
-                until = min(until, look_at)
+        for wanted_at in (
+            self.mesh.next_look(now),
+            self._transfers.next_look(now),
+            self.allowance.next_s(now),
+        ):
+            if wanted_at is not None:
+                until = min(until, wanted_at)
         if self._linger_until is not None or self._leaving:
             until = min(until, now + EXPIRE_S)
         return max(until - now, 0.0)
@@ -370,7 +385,7 @@ class Engine:
         share_evenly(connection.sock)
         notice_death(connection.sock)
         self._selector.unregister(connection.sock)
-        connection.link = Link(connection.sock, connection.peer, self.mesh.board)
+        connection.link = Link(connection.sock, connection.peer, self.mesh.board, self.allowance)
         self._links[connection.peer] = connection
         self.mesh.add(connection.link)
 
@@ -427,5 +442,7 @@ class Engine:
     def resolve(self, action: Action) -> None:
         if isinstance(action, Note):
             logger.warning("%s: %s", action.what, action.reason)
+        elif isinstance(action, LimitSending):
+            self.allowance.set_limit(action.bytes_per_s, time.monotonic())
         else:
             self.client.resolve(action)

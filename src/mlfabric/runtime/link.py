@@ -16,6 +16,7 @@ from collections import deque
 
 from mlfabric.collective.frames import HEADER_BYTES, FrameHeader, FrameKind, unpack_header
 from mlfabric.collective.switchboard import OutFrame, Switchboard
+from mlfabric.runtime.allowance import Allowance
 from mlfabric.runtime.bandwidth import PRESSED_S, FlowState
 from mlfabric.runtime.tls import AnySocket, TlsSocket
 
@@ -39,7 +40,9 @@ class Closed(Exception):  # noqa: N818 - how a link ends
 
 
 class Link:
-    def __init__(self, sock: AnySocket, peer: str, board: Switchboard) -> None:
+    def __init__(
+        self, sock: AnySocket, peer: str, board: Switchboard, allowance: Allowance | None = None
+    ) -> None:
         self.sock = sock
         # TLS takes and gives a record at a time, and may hold bytes that the kernel knows nothing of.
         self._sealed = isinstance(sock, TlsSocket)
@@ -47,6 +50,8 @@ class Link:
         self.received_bytes = 0
         self.moved_bytes = 0  # both ways, since the mesh looked
         self._board = board
+        self._allowance = allowance or Allowance()
+        self.held = False  # it may send no more for now
         self._frames: deque[OutFrame] = deque()  # handed out, not yet all in the kernel's hands
         self._out: list[memoryview] = []
         self._left: deque[int] = deque()  # bytes of each of those frames still to go
@@ -65,15 +70,21 @@ class Link:
 
     def pump(self) -> bool:
         """Send until the kernel takes no more (True) or there is nothing left to send (False)."""
-        self.blocked = False
+        self.blocked = self.held = False
+        allowance = self._allowance
         while self._out or self._load():
+            if allowance.limit_bytes_per_s is not None and not allowance.may_send(time.monotonic()):
+                self.held = True
+                break
+            allowed = self._out if self._sealed else allowance.cut(self._out)
             try:
-                count = self.sock.sendmsg(self._out)
+                count = self.sock.sendmsg(allowed)
             except BlockingIOError:
                 self.blocked = True
                 break
+            allowance.took(count)
             self.moved_bytes += count
-            if not self._advance(count) and not self._sealed:
+            if not self._advance(count) and not self._sealed and allowed is self._out:
                 self.blocked = True
                 break
         return self.blocked

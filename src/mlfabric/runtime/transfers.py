@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from mlfabric.messages import TransferHeader
 from mlfabric.node import Node
 from mlfabric.numerics import Vector
+from mlfabric.runtime.allowance import Allowance
 from mlfabric.runtime.connection import Connection, Receiving, Sending
 from mlfabric.runtime.flows import TICK_S, FlowSample, FlowWatch
 from mlfabric.wire import Frame, WireError, decode_open, encode_open
@@ -25,9 +26,10 @@ class Traffic:
 
 
 class Transfers:
-    def __init__(self, node: Node, reach: Callable[[str], Connection | None]) -> None:
+    def __init__(self, node: Node, reach: Callable[[str], Connection | None], allowance: Allowance) -> None:
         self._node = node
         self._reach = reach  # the connection for bulk bytes to a peer
+        self._allowance = allowance
         self._sending: dict[str, Connection] = {}  # transfer -> connection
         self._streams = 0
         self.traffic = Traffic()
@@ -67,9 +69,14 @@ class Transfers:
         sending = Sending(
             header.transfer, self._streams, encode_open(header, self._streams), view, rate_bytes_per_s
         )
+        connection.allowance = self._allowance
         connection.sendings.append(sending)
         self._sending[header.transfer] = connection
         return connection
+
+    def under_way(self) -> set[Connection]:
+        """Connections that have something to send."""
+        return set(self._sending.values())
 
     def cancel(self, transfer: str) -> Connection | None:
         """The connection that has to say so; None: there is nothing to say."""
