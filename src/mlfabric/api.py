@@ -125,7 +125,7 @@ class Fabric:
 
     @property
     def traffic(self) -> Traffic:
-        """Payload bytes sent to and received from each peer so far."""
+        """Payload bytes sent to and received from each peer so far, those of collectives included."""
         return self._engine.traffic
 
     def publish(

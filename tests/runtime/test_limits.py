@@ -79,3 +79,13 @@ def test_limits_are_read_as_people_write_them() -> None:
         read_limit("0mbit")
     with pytest.raises(FabricError, match="not a rate"):
         read_limit("fast")
+
+
+def test_the_traffic_of_collectives_is_counted_too(pair: LocalFabric) -> None:
+    array = np.ones(50_000, np.float32)
+    pair.run(lambda each: each.all_reduce(array.copy()))
+    first, second = pair.workers
+    for near, far in ((first, second), (second, first)):
+        # Each sends its part of the array to be summed, and the sum of its own part back: the whole in all.
+        assert near.traffic.sent[far.name] == pytest.approx(array.nbytes, rel=0.01)
+        assert near.traffic.sent[far.name] <= far.traffic.received[near.name]

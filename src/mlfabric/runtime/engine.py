@@ -40,6 +40,7 @@ from mlfabric.runtime.allowance import Allowance
 from mlfabric.runtime.clock import HostClock
 from mlfabric.runtime.complaints import Complaints, host_of, origin_of
 from mlfabric.runtime.connection import Connection
+from mlfabric.runtime.counters import Traffic
 from mlfabric.runtime.departures import Departures
 from mlfabric.runtime.incoming import Incoming
 from mlfabric.runtime.link import Closed, Link
@@ -49,7 +50,7 @@ from mlfabric.runtime.questions import who_schedules
 from mlfabric.runtime.reception import Reception
 from mlfabric.runtime.roster import Roster
 from mlfabric.runtime.tls import Tls
-from mlfabric.runtime.transfers import Traffic, Transfers
+from mlfabric.runtime.transfers import Transfers
 from mlfabric.runtime.trust import Purpose, Refused, encode_refusal
 from mlfabric.wire import Kind, WireError, encode_frame, encode_message
 
@@ -385,7 +386,9 @@ class Engine:
         share_evenly(connection.sock)
         notice_death(connection.sock)
         self._selector.unregister(connection.sock)
-        connection.link = Link(connection.sock, connection.peer, self.mesh.board, self.allowance)
+        connection.link = Link(
+            connection.sock, connection.peer, self.mesh.board, self.allowance, self.traffic
+        )
         self._links[connection.peer] = connection
         self.mesh.add(connection.link)
 

@@ -18,6 +18,7 @@ from mlfabric.collective.frames import HEADER_BYTES, FrameHeader, FrameKind, unp
 from mlfabric.collective.switchboard import OutFrame, Switchboard
 from mlfabric.runtime.allowance import Allowance
 from mlfabric.runtime.bandwidth import PRESSED_S, FlowState
+from mlfabric.runtime.counters import Traffic
 from mlfabric.runtime.tls import AnySocket, TlsSocket
 
 # Bytes read beyond a chunk: the next header, and short frames that follow each other.
@@ -41,7 +42,12 @@ class Closed(Exception):  # noqa: N818 - how a link ends
 
 class Link:
     def __init__(
-        self, sock: AnySocket, peer: str, board: Switchboard, allowance: Allowance | None = None
+        self,
+        sock: AnySocket,
+        peer: str,
+        board: Switchboard,
+        allowance: Allowance | None = None,
+        traffic: Traffic | None = None,
     ) -> None:
         self.sock = sock
         # TLS takes and gives a record at a time, and may hold bytes that the kernel knows nothing of.
@@ -51,6 +57,7 @@ class Link:
         self.moved_bytes = 0  # both ways, since the mesh looked
         self._board = board
         self._allowance = allowance or Allowance()
+        self._traffic = traffic or Traffic()
         self.held = False  # it may send no more for now
         self._frames: deque[OutFrame] = deque()  # handed out, not yet all in the kernel's hands
         self._out: list[memoryview] = []
@@ -129,6 +136,8 @@ class Link:
         if self._left:
             self._left[0] -= count
         for frame in done:
+            if frame.payload is not None:
+                self._traffic.count_sent(self.peer, len(frame.payload))
             self._board.sent(frame)
         return not out
 
@@ -211,6 +220,7 @@ class Link:
         header, place = self._header, self._place
         assert header is not None
         self._header, self._place, self._target = None, None, memoryview(b"")
+        self._traffic.count_received(self.peer, header.length)
         self._board.received(self.peer, header, place)
 
     def _set_low_water(self, rests: bool) -> None:

@@ -6,23 +6,15 @@ Which connection leads to a peer, and when it is read and written, is the engine
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from mlfabric.messages import TransferHeader
 from mlfabric.node import Node
 from mlfabric.numerics import Vector
 from mlfabric.runtime.allowance import Allowance
 from mlfabric.runtime.connection import Connection, Receiving, Sending
+from mlfabric.runtime.counters import Traffic
 from mlfabric.runtime.flows import TICK_S, FlowSample, FlowWatch
 from mlfabric.wire import Frame, WireError, decode_open, encode_open
-
-
-@dataclass(slots=True)
-class Traffic:
-    """Payload bytes to and from each peer."""
-
-    sent: dict[str, int] = field(default_factory=dict)
-    received: dict[str, int] = field(default_factory=dict)
 
 
 class Transfers:
@@ -86,8 +78,7 @@ class Transfers:
     def sent(self, connection: Connection, finished: list[Sending]) -> None:
         for sending in finished:
             self._sending.pop(sending.transfer, None)
-            sent = self.traffic.sent
-            sent[connection.peer] = sent.get(connection.peer, 0) + len(sending.payload)
+            self.traffic.count_sent(connection.peer, len(sending.payload))
             self._node.transfer_sent(sending.transfer)
 
     # --- receiving --------------------------------------------------------------------------------------
@@ -109,8 +100,7 @@ class Transfers:
         if receiving is None:
             return
         receiving.offset += frame.length
-        received = self.traffic.received
-        received[connection.peer] = received.get(connection.peer, 0) + frame.length
+        self.traffic.count_received(connection.peer, frame.length)
         if receiving.offset >= receiving.size_bytes:
             del connection.receiving[frame.stream]
             if receiving.place is not None:
