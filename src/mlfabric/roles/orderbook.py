@@ -22,7 +22,7 @@ from mlfabric.messages import (
     count_at,
 )
 from mlfabric.plan.planner import plan_updates
-from mlfabric.plan.values import JobState, Offer, Reserved, Shard
+from mlfabric.plan.values import JobState, Offer, Plan, Reserved, Shard
 from mlfabric.roles.actions import Action, Note, Send
 from mlfabric.roles.entries import Entries, WaitingUpdate
 from mlfabric.roles.granting import Granting
@@ -34,6 +34,10 @@ from mlfabric.topology import Network
 BATCH_S = 0.002
 # So are changes of rates.
 RATES_S = 0.05
+# Groups are not made before so much of a transfer's time has passed since the first offer that waits, or
+# since the last one.
+GATHER_SHARE = 0.5
+QUIET_SHARE = 0.15
 
 
 class OrderBook:
@@ -130,16 +134,36 @@ class OrderBook:
         )
         for drop in plan.drops:
             actions += self._drop(drop.update, drop.reason)
-        released = due_prefix(plan, now)
+        group_at = self._group_at(plan, workers) if plan.groups else now
+        released = due_prefix(plan, now, groups=group_at <= now)
         if released:
             actions += self._granting.release(plan, released, members, bound, now)
         rest = plan.placed[len(released) :]
         if rest:
             starts = [
-                part.start_s - lookahead(part.finish_s - part.start_s) for p in rest for part in p.parts
+                part.start_s - lookahead(part.finish_s - part.start_s)
+                if part.group is None
+                else max(part.start_s - lookahead(part.finish_s - part.start_s), group_at)
+                for p in rest
+                for part in p.parts
             ]
             self.entries.plan_soon(max(min(starts), now + BATCH_S))
         return actions
+
+    def _group_at(self, plan: Plan, workers: int) -> float:
+        """When what waits may be cut into groups.
+
+        Workers that compute for about as long offer within a moment of each other. Groups made of the first
+        few are small, and each of them costs the server's link as much as a large one; updates that go there
+        straight meanwhile keep it busy. So it is waited for a share of a transfer's time, unless nobody is
+        left who could offer, or nobody has offered for a while.
+        """
+        entries = self.entries
+        if len(entries.waiting) + len(entries.granted) >= workers * entries.settings.in_flight:
+            return float("-inf")
+        lasts_s = min(group.finish_s - group.start_s for group in plan.groups)
+        first, last = entries.arrived_between()
+        return min(first + GATHER_SHARE * lasts_s, last + QUIET_SHARE * lasts_s)
 
     def _situation(
         self, members: Mapping[str, MemberInfo], workers: int, bound: int | None, max_rate: float | None
