@@ -48,6 +48,8 @@ class Settings:
     tls: Path | None = None  # a folder with this host's certificate
     listen: tuple[str, int] | None = None  # where this member listens; None: found by the route
     least_lease_s: float = 0.0  # an embedded scheduler never takes shorter silence for death
+    max_rate_bytes_per_s: float | None = None  # what this host may send, by all processes of the fabric on it
+    job_max_rate_bytes_per_s: float | None = None  # what this job may send from any one host
     mirror: Path | None = None  # a folder where the weights this member leads can be read, even after a kill
     engine: str = "thread"  # one of ENGINES
     others: tuple[tuple[str, int], ...] = ()  # where else somebody may listen who knows the scheduler
@@ -71,6 +73,8 @@ def from_environment(
     listen: str | None = None,
     tls: str | Path | None = None,
     engine: str | None = None,
+    max_rate: str | float | None = None,
+    job_max_rate: str | float | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Settings:
     """Arguments first, then MLFABRIC_ variables, then torchrun's, then defaults."""
@@ -113,6 +117,8 @@ def from_environment(
         insecure=insecure if insecure is not None else env.get("MLFABRIC_INSECURE") == "1",
         rack=env.get("MLFABRIC_RACK"),
         engine=_engine(engine or env.get("MLFABRIC_ENGINE")),
+        max_rate_bytes_per_s=read_limit(max_rate or env.get("MLFABRIC_MAX_RATE")),
+        job_max_rate_bytes_per_s=read_limit(job_max_rate or env.get("MLFABRIC_JOB_MAX_RATE")),
         rates_guessed=all(r is None for r in (up, down, env.get("MLFABRIC_UP"), env.get("MLFABRIC_DOWN"))),
         others=tuple(others),
         embeds_if_alone=bool(others) and embed_scheduler is None and listens == scheduler,
@@ -226,6 +232,19 @@ def _default_name(env: Mapping[str, str], host: str) -> str:
     """Under torchrun the same after a restart; else one that nobody else has."""
     number = env.get("LOCAL_RANK") or os.getpid()
     return re.sub(r"[^A-Za-z0-9_.\-]", "-", f"{host}-{number}")[:64]
+
+
+def read_limit(written: str | float | None) -> float | None:
+    """Payload bytes per second of a limit, which people write in bits on the wire; "none": no limit."""
+    if written is None or written == "none":
+        return None
+    try:
+        rate = parse_rate(written)
+    except ValueError as error:
+        raise FabricError(str(error)) from None
+    if rate <= 0:
+        raise FabricError(f"a limit of {written!r} lets nothing through; give one above zero, or none")
+    return goodput(rate)
 
 
 def _rate(given: str | float | None, written: str | None, scheduler: tuple[str, int]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from mlfabric.bench import allreduce, kills, plan
+from mlfabric.bench import allreduce, kills, plan, transfer
 from mlfabric.bench.capture import bench_capture
 
 app = typer.Typer(
@@ -15,5 +15,7 @@ app = typer.Typer(
 )
 app.command("allreduce")(allreduce.command)
 app.command("kills")(kills.command)
+app.command("push")(transfer.push)
+app.command("pull")(transfer.pull)
 app.command("plan")(plan.command)
 app.command("capture")(bench_capture)

@@ -65,6 +65,8 @@ def prepare_engine(
         job=settings.job,
         rack=settings.rack,
         rates_guessed=settings.rates_guessed,
+        max_rate_bytes_per_s=settings.max_rate_bytes_per_s,
+        job_max_rate_bytes_per_s=settings.job_max_rate_bytes_per_s,
     )
     engine.node.start_role("member", MemberSettings(member, leader, settings.expected))
     return engine, leader
