@@ -1,4 +1,4 @@
-"""How long a step of a worker takes: the one rule that the simulator's clock and the lab's trainers follow."""
+"""How long a worker's step takes: one rule for the simulator's clock and for trainers in the lab."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import typer
 
 from mlfabric.bench import allreduce, plan
 from mlfabric.bench.capture import bench_capture
+from mlfabric.bench.train.command import command as train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -15,4 +16,5 @@ app = typer.Typer(
 )
 app.command("allreduce")(allreduce.command)
 app.command("plan")(plan.command)
+app.command("train")(train)
 app.command("capture")(bench_capture)

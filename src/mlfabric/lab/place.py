@@ -46,7 +46,6 @@ class Place:
         time.sleep(delay_s)
         return delay_s
 
-
     def begin_together(self, timeout_s: float = 600.0) -> float:
         """Wait until all ranks are here; when the scenario began, by this machine's monotonic clock.
 

@@ -58,7 +58,7 @@ class RunOptions:
     master_port: int = 29500
     # The scenario begins when every rank has called inside().begin_together(), not when they are started.
     together: bool = False
-    # Asked again and again with the seconds since the beginning; once it says so the ranks are ended, as wished.
+    # Asked with the seconds since the beginning; once it says so the ranks are ended, which is no failure.
     until: Callable[[float], bool] | None = None
     environment: Mapping[str, str] | None = None  # default: this process's
     on_line: Callable[[int, str, str], None] | None = None  # rank, host, line of its log

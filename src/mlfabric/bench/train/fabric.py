@@ -9,7 +9,7 @@ from mlfabric.bench.train.exchange import Exchanged
 from mlfabric.bench.train.settings import StepSize
 from mlfabric.torch import join
 
-# Whatever the contender's name does not choose is the default of join(), but for replicas: nobody else has any.
+# What a contender does not choose is the default of join(), but for replicas: nobody else has any.
 WITHOUT_REPLICAS = {"divergence": None}
 
 

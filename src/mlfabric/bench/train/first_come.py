@@ -1,9 +1,9 @@
 """A first-come asynchronous parameter server over plain blocking sockets, the usual form of one.
 
-A worker has one connection to every server. It sends the gradient of the server's shard; the server applies it
-at once, whoever's it is, and answers with its shard of the model as it is then. One thread per connection, one
-lock per shard, no coordination between servers. With `slack` the answer waits until the worker is no more than
-so many steps ahead of the slowest (stale synchronous parallel).
+A worker has one connection to every server. It sends the gradient of the server's shard; the server applies
+it at once, whoever's it is, and answers with its shard of the model as it is then. One thread per connection,
+one lock per shard, no coordination between servers. With `slack` the answer waits until the worker is no more
+than so many steps ahead of the slowest (stale synchronous parallel).
 
     python -m mlfabric.bench.train.first_come '{"port": 7000, ...}'
 
@@ -17,6 +17,7 @@ import struct
 import sys
 import threading
 import time
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -92,10 +93,10 @@ def _serve_worker(connection: socket.socket, shard: ShardServer, count: int) -> 
         if not _receive(connection, memoryview(hello)):
             return
         (worker,) = HELLO.unpack(hello)
-        while _receive(connection, memoryview(gradient).cast("B")):
+        while _receive(connection, gradient.view("u1").data):
             delay, weights = shard.push(worker, gradient)
             connection.sendall(ANSWER.pack(delay))
-            connection.sendall(memoryview(weights).cast("B"))
+            connection.sendall(weights.view("u1").data)
 
 
 class FirstComeClient:
@@ -116,9 +117,9 @@ class FirstComeClient:
             start, count = self._ranges[index]
             connection = self._sockets[index]
             try:
-                connection.sendall(memoryview(gradient[start : start + count]).cast("B"))
+                connection.sendall(gradient[start : start + count].view("u1").data)
                 answer = bytearray(ANSWER.size)
-                place = memoryview(weights[start : start + count]).cast("B")
+                place = weights[start : start + count].view("u1").data
                 if not (_receive(connection, memoryview(answer)) and _receive(connection, place)):
                     raise ConnectionError("a server has gone")
                 (delays[index],) = ANSWER.unpack(answer)
@@ -139,7 +140,7 @@ class FirstComeClient:
 def shard_ranges(elements: int, servers: int) -> list[tuple[int, int]]:
     """Start and count of equal shards."""
     edges = [elements * index // servers for index in range(servers + 1)]
-    return [(begin, end - begin) for begin, end in zip(edges, edges[1:], strict=False)]
+    return [(begin, end - begin) for begin, end in pairwise(edges)]
 
 
 def _connect(address: tuple[str, int]) -> socket.socket:

@@ -1,4 +1,4 @@
-"""What runs show: when a target was reached, whether a run counts, and what several seeds say together. Pure."""
+"""What runs show: when a target was reached, whether a run counts, what several seeds say. Pure."""
 
 from __future__ import annotations
 
@@ -128,7 +128,8 @@ def _row(scenario: str, contender: str, runs: list[RunResult]) -> Row:
         seeds=[run.settings.seed for run in runs if not run.complaints()],
         refused=refused,
         to_target={
-            f"{target:g}": Spread.of([_or_never(run.reached(target)) for run in counted]) for target in targets
+            f"{target:g}": Spread.of([_or_never(run.reached(target)) for run in counted])
+            for target in targets
         },
         limit_s=max(run.seconds for run in counted),
         samples_per_s=Spread.of([run.samples_per_s for run in counted]),

@@ -74,7 +74,10 @@ class Watch:
 
 
 def make_run(
-    settings: RunSettings, folder: Path, data_folder: Path, told: Callable[[float], None] = lambda seconds: None
+    settings: RunSettings,
+    folder: Path,
+    data_folder: Path,
+    told: Callable[[float], None] = lambda seconds: None,
 ) -> RunResult:
     """Run it; what was in the folder before is gone. The result is written last, so that it is whole."""
     entry = find_entry(settings.contender)
@@ -178,5 +181,3 @@ def read_run(folder: Path) -> RunResult | None:
         return msgspec.json.decode((folder / RESULT).read_bytes(), type=RunResult)
     except (OSError, msgspec.DecodeError):
         return None
-
-

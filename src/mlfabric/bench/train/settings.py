@@ -109,7 +109,7 @@ def _wire(written: str) -> float:
 
 
 class Ceilings(msgspec.Struct, frozen=True):
-    """What the links allow, whoever uses them: gradients per second over a stretch of the scenario's trace."""
+    """What the links allow, whoever uses them: gradients a second over a stretch of the trace."""
 
     ring_per_s: float  # a ring step every 2 (n-1)/n S / (slowest link)
     servers_per_s: float  # one push and one pull of the model for each: sum of rates / 2 S

@@ -2,7 +2,8 @@
 
 A step begins, sleeps for what its gradient will leave of its time, computes it and sleeps out the rest. So
 whatever sends gradients as they are computed finds them when the step's time is nearly over, as it would if
-computing had taken all of it. A step overran if its gradient was there later than its time and a twentieth. The clock is given, so that tests can turn it.
+computing had taken all of it. A step overran if its gradient was there later than its time and a twentieth.
+The clock is given, so that tests can turn it.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ EVALUATE_AT_ONCE: Final = 500
 
 
 class Fashion:
-    """Images and labels, scaled."""
+    """Images as bytes, scaled when they are used, and labels."""
 
     def __init__(self, folder: Path) -> None:
         self.images = _images(folder / "train-images-idx3-ubyte.gz")
@@ -78,7 +78,11 @@ class Batches:
 
 
 def loss_of(module: Any, data: Fashion, indices: Any) -> Any:
-    return torch.nn.functional.cross_entropy(module(data.images[indices]), data.labels[indices])
+    return torch.nn.functional.cross_entropy(module(_scaled(data.images[indices])), data.labels[indices])
+
+
+def _scaled(images: Any) -> Any:
+    return images.float().div_(255 * DEVIATION).sub_(MEAN / DEVIATION)
 
 
 def flat_weights(model: Any) -> Vector:
@@ -104,14 +108,13 @@ def accuracy(model: Any, data: Fashion, images: int | None = None) -> float:
     with torch.no_grad():
         for at in range(0, total, EVALUATE_AT_ONCE):
             end = min(at + EVALUATE_AT_ONCE, total)
-            found = model(data.test_images[at:end]).argmax(1)
+            found = model(_scaled(data.test_images[at:end])).argmax(1)
             right += int((found == data.test_labels[at:end]).sum())
     return right / total
 
 
 def _images(path: Path) -> Any:
-    raw = np.frombuffer(_read(path), np.uint8, offset=16).reshape(-1, 1, 28, 28)
-    return torch.from_numpy((raw.astype(np.float32) / 255 - MEAN) / DEVIATION)
+    return torch.from_numpy(np.frombuffer(_read(path), np.uint8, offset=16).reshape(-1, 1, 28, 28).copy())
 
 
 def _labels(path: Path) -> Any:

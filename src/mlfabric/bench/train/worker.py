@@ -58,7 +58,7 @@ class Worker:
         self._batches = Batches(order.settings.seed, rank, len(self._data.labels), order.settings.batch)
         self._model = make_model(order.settings.seed)
         self._clock = StepClock()
-        # Once through before any exchange is made of it: the first pass of a model costs several times a later.
+        # Once through beforehand: a model's first pass costs several times a later one.
         loss_of(self._model, self._data, self._batches.indices(0)).backward()
         self._model.zero_grad()
         self._exchange = self._make_exchange(order)
