@@ -125,7 +125,8 @@ def _tune(
     for each in found:
         edge = ", on the edge of what was tried" if each.on_edge else ""
         console().print(
-            f"{each.scenario} {each.contender}: lr {each.chosen.lr:g}, momentum {each.chosen.momentum:g}{edge}"
+            f"{each.scenario} {each.contender}: lr {each.chosen.lr:g}, momentum "
+            f"{each.chosen.momentum:g}{edge}"
         )
     console().print(f"use it by --tuned {out / 'tuned.json'}", style="dim")
 
