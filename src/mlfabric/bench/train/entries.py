@@ -91,6 +91,13 @@ ENTRIES: Final[dict[str, Entry]] = {
     "gloo-local": Entry(
         "post-local SGD on Gloo, models averaged every 8 steps", "infrequent", "ddp", {"local_steps": 8}
     ),
+    "torchft-diloco": Entry("torchft's DiLoCo, 8 local steps", "infrequent", "torchft", {"local_steps": 8}),
+    "hivemind-local": Entry(
+        "hivemind's local updates, averaged after 8 steps of all peers together",
+        "infrequent",
+        "hivemind",
+        {"local_steps": 8},
+    ),
     "mlfabric-local": Entry(
         "8 local steps, then the outer step at the servers",
         "infrequent",

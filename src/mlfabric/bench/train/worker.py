@@ -79,6 +79,15 @@ class Worker:
             from mlfabric.bench.train.first_come_worker import FirstCome
 
             return FirstCome(model, size, entry.options, self._rank, order.hosts, self._folder)
+        if entry.how == "torchft":
+            from mlfabric.bench.train.peers import TorchftDiloco
+
+            return TorchftDiloco(model, size, entry.options["local_steps"], self._rank, order.hosts)
+        if entry.how == "hivemind":
+            from mlfabric.bench.train.peers import HivemindLocal
+
+            steps, batch = entry.options["local_steps"], self._settings.batch
+            return HivemindLocal(model, size, steps, batch, self._rank, order.hosts, self._folder)
         from mlfabric.bench.train.fabric import FabricExchange
 
         return FabricExchange(model, size, entry.options)
