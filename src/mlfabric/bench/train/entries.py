@@ -21,34 +21,48 @@ class Entry(msgspec.Struct, frozen=True):
     options: dict[str, Any] = {}
     step_size: StepSize = StepSize(0.05, 0.9)  # where no tuning has chosen another
     ours: bool = False
+    policy: str = ""  # of the simulator, that predicts it; empty: none does
 
 
 ENTRIES: Final[dict[str, Entry]] = {
-    "alone": Entry("one host, no network", "full gradients", "alone"),
-    "gloo": Entry("DDP on Gloo", "full gradients", "ddp"),
+    "alone": Entry("one host, no network", "full gradients", "alone", policy="alone"),
+    "gloo": Entry("DDP on Gloo", "full gradients", "ddp", policy="ring"),
     "fcfs-1": Entry(
         "first-come asynchronous server, one, beside a worker; plain sockets",
         "full gradients",
         "first-come",
         {"servers": 1},
+        policy="fcfs-1",
     ),
     "fcfs-sharded": Entry(
         "first-come asynchronous servers on all hosts, equal shards; plain sockets",
         "full gradients",
         "first-come",
         {"servers": 0},
+        policy="uniform-shards",
     ),
     "ssp": Entry(
         "the same, nobody more than 3 steps ahead of the slowest",
         "full gradients",
         "first-come",
         {"servers": 0, "slack": 3},
+        policy="ssp",
     ),
     "mlfabric-sync": Entry(
-        "planned all-reduce, all take part", "full gradients", "fabric", {"mode": "sync"}, ours=True
+        "planned all-reduce, all take part",
+        "full gradients",
+        "fabric",
+        {"mode": "sync"},
+        ours=True,
+        policy="allreduce",
     ),
     "mlfabric-async": Entry(
-        "ordered, bounded, placed by bandwidth", "full gradients", "fabric", {"mode": "async"}, ours=True
+        "asynchronous, ordered, bounded",
+        "full gradients",
+        "fabric",
+        {"mode": "async"},
+        ours=True,
+        policy="mlfabric",
     ),
     "mlfabric-alongside": Entry(
         "the same with pulls beside pushes",
@@ -56,6 +70,7 @@ ENTRIES: Final[dict[str, Entry]] = {
         "fabric",
         {"mode": "async", "pull": "alongside"},
         ours=True,
+        policy="mlfabric-alongside",
     ),
     "mlfabric-backup": Entry(
         "planned all-reduce among the fastest, the others' gradients a step later",
@@ -63,6 +78,7 @@ ENTRIES: Final[dict[str, Entry]] = {
         "fabric",
         {"mode": "backup"},
         ours=True,
+        policy="backup",
     ),
     "mlfabric-ssp": Entry(
         "asynchronous, nobody more than 3 steps ahead",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from mlfabric import scenario as scenarios
 from mlfabric.bench.train.entries import ENTRIES, find_entry
 from mlfabric.bench.train.judging import Pair, Row, RunResult, Spread, pair, summarise
 from mlfabric.bench.train.settings import Ceilings, ceilings, fit
+from mlfabric.sim.results import simulate
 from mlfabric.units import format_time
 
 
@@ -20,6 +22,7 @@ class Report(msgspec.Struct, frozen=True):
     rows: list[Row]
     pairs: list[Pair]  # our soonest of each class against the others of it
     ceilings: dict[str, Ceilings]  # by scenario, at the first seed
+    simulated: dict[str, dict[str, float]] = {}  # updates a second, by scenario and contender, same seeds
 
 
 def make_report(runs: Sequence[RunResult]) -> Report:
@@ -29,7 +32,25 @@ def make_report(runs: Sequence[RunResult]) -> Report:
         if run.settings.scenario not in found:
             written = scenarios.load(scenarios.find(run.settings.scenario))
             found[run.settings.scenario] = ceilings(fit(written, run.settings), run.settings.limit_s)
-    return Report(rows, _pairs(runs, rows), found)
+    return Report(rows, _pairs(runs, rows), found, _simulate(runs))
+
+
+def _simulate(runs: Sequence[RunResult]) -> dict[str, dict[str, float]]:
+    """What the simulator says of the same scenarios, seeds and stretches of time: a check of either."""
+    values: dict[str, dict[str, list[float]]] = {}
+    for run in runs:
+        policy = find_entry(run.settings.contender).policy
+        if policy and run.seconds > 0:
+            fitted = fit(scenarios.load(scenarios.find(run.settings.scenario)), run.settings)
+            (result,) = simulate(
+                msgspec.structs.replace(fitted, duration=scenarios.Seconds(run.seconds)), policy
+            )
+            here = values.setdefault(run.settings.scenario, {})
+            here.setdefault(run.settings.contender, []).append(result.updates_per_s)
+    return {
+        scenario: {name: statistics.median(rates) for name, rates in each.items()}
+        for scenario, each in values.items()
+    }
 
 
 def _pairs(runs: Sequence[RunResult], rows: Sequence[Row]) -> list[Pair]:
@@ -64,7 +85,14 @@ def markdown(report: Report) -> str:
         ]
         rows = [row for row in report.rows if row.scenario == scenario]
         targets = list(rows[0].to_target)
-        header = ["contender", "class", *(f"to {target}" for target in targets), "samples/s", "updates/s"]
+        header = [
+            "contender",
+            "class",
+            *(f"to {target}" for target in targets),
+            "samples/s",
+            "updates/s",
+            "simulated",
+        ]
         header += [
             "delay mean, p99, max",
             "dropped",
@@ -77,7 +105,8 @@ def markdown(report: Report) -> str:
         ]
         lines += ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
         for row in rows:
-            lines.append("| " + " | ".join(_cells(row, targets)) + " |")
+            simulated = report.simulated.get(scenario, {}).get(row.contender)
+            lines.append("| " + " | ".join(_cells(row, targets, simulated)) + " |")
         refused = [(row.contender, seed, why) for row in rows for seed, why in row.refused.items()]
         lines += [""]
         lines += [f"- not valid: {name}, seed {seed}: {'; '.join(why)}" for name, seed, why in refused]
@@ -91,13 +120,14 @@ def markdown(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _cells(row: Row, targets: Sequence[str]) -> list[str]:
+def _cells(row: Row, targets: Sequence[str], simulated: float | None) -> list[str]:
     return [
         row.contender,
         find_entry(row.contender).kind,
         *(_seconds(row.to_target[target], row.limit_s) for target in targets),
         _number(row.samples_per_s),
         _number(row.updates_per_s),
+        f"{simulated:.3g}" if simulated is not None else "-",
         f"{row.delay_mean:.1f}, {row.delay_p99}, {row.delay_max}",
         f"{row.dropped_share:.1%}",
         f"{row.bytes_per_update / 1e6:.1f}",
