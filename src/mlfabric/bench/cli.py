@@ -6,6 +6,7 @@ import typer
 
 from mlfabric.bench import allreduce, kills, plan, transfer
 from mlfabric.bench.capture import bench_capture
+from mlfabric.bench.train.command import command as train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -18,4 +19,5 @@ app.command("kills")(kills.command)
 app.command("push")(transfer.push)
 app.command("pull")(transfer.pull)
 app.command("plan")(plan.command)
+app.command("train")(train)
 app.command("capture")(bench_capture)
