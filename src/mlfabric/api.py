@@ -25,9 +25,10 @@ from mlfabric.messages import MEMBER_ROLES, JobSettings, MemberInfo, RulePiece, 
 from mlfabric.numerics import Vector
 from mlfabric.roles.actions import MemberSettings, SchedulerSettings
 from mlfabric.rules import Rule, make_rule
-from mlfabric.runtime.engine import Engine, Traffic
+from mlfabric.runtime.engine import Engine
 from mlfabric.runtime.probe import find_scheduler
 from mlfabric.runtime.tls import Tls
+from mlfabric.runtime.transfers import Traffic
 
 ALL_ROLES = MEMBER_ROLES
 # How long calls wait where the caller does not say.
@@ -372,7 +373,7 @@ def join_with(settings: Settings, roles: tuple[str, ...], timeout: float = 10.0)
         # The address by which the scheduler is reached is the one by which it reaches us.
         listen, leader = settings.listen or (found.ours, 0), found.scheduler
     engine = Engine(settings.name, data, log, listen, settings.secret, settings.insecure, tls=tls)
-    engine.job = settings.job
+    engine.reception.job = settings.job
     if settings.embed_scheduler:
         engine.node.start_role(
             "scheduler", SchedulerSettings(settings.name, least_lease_s=settings.least_lease_s)

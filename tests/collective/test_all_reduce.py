@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlfabric.collective import operations
 from mlfabric.collective.arithmetic import numpy_combine
-from mlfabric.collective.group import IN_FLIGHT
+from mlfabric.collective.lanes import IN_FLIGHT
 from mlfabric.collective.operations import Operation, all_reduce
 from mlfabric.collective.routes import Shares
 from mlfabric.plan.groups import plan_group

@@ -14,7 +14,6 @@ from mlfabric.scenario import parse
 from mlfabric.units import goodput, parse_rate
 from tests.lab.streams import measured_rate, steady_rate, streaming
 
-
 # 2 Gb/s takes most of a core: on a busy machine that measures the machine.
 RATES = ["10mbit", "200mbit", "1gbit", pytest.param("2gbit", marks=pytest.mark.full)]
 

@@ -14,7 +14,7 @@ import pytest
 import mlfabric as mf
 from mlfabric.api import Fabric
 from mlfabric.config import parse_address
-from mlfabric.runtime import engine as engine_module
+from mlfabric.runtime import reception
 from mlfabric.runtime.trust import Handshake, Purpose
 from mlfabric.wire import FrameReader, Kind, encode_frame
 
@@ -111,7 +111,7 @@ def test_garbage_closes_the_connection_and_harms_nobody(what: str, caplog: pytes
 
 
 def test_a_silent_stranger_is_shown_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(reception, "HANDSHAKE_S", 0.2)
     with mf.local(workers=2) as fabric:
         host, port = parse_address(fabric.address)
         with socket.create_connection((host, port), timeout=5) as sock:
@@ -122,7 +122,7 @@ def test_a_silent_stranger_is_shown_out(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_too_many_strangers_at_once_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "MAX_STRANGERS", 3)
+    monkeypatch.setattr(reception, "MAX_STRANGERS", 3)
     with mf.local(workers=1) as fabric:
         host, port = parse_address(fabric.address)
         socks = [socket.create_connection((host, port), timeout=5) for _ in range(6)]
@@ -180,7 +180,7 @@ def _converse(sock: socket.socket, caller: Handshake, said: bytearray) -> None:
 def test_slow_strangers_are_shown_out_together_and_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine_module, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(reception, "HANDSHAKE_S", 0.2)
     with mf.local(workers=2) as fabric, caplog.at_level(logging.WARNING, "mlfabric"):
         address = parse_address(fabric.address)
         socks = [socket.create_connection(address, timeout=5) for _ in range(20)]

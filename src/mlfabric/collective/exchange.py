@@ -17,6 +17,9 @@ from mlfabric.collective.routes import Route, Segment
 from mlfabric.collective.staging import Staging
 from mlfabric.wire import WireError
 
+# Chunks begin at multiples of this, from where their segment begins: every element type fits.
+ALIGNED_BYTES = 64
+
 
 class Combine(Protocol):
     """Sums (or whatever the operation does) arrays given as bytes, in this order, into `out`.
@@ -88,6 +91,7 @@ class Exchange:
         self._staging = staging
         self.to_send = 0  # frames
         self.to_receive = 0
+        self.bytes_to_come = 0
         self.woken: set[int] = set()  # ranks that something can be sent to now
         self.credit_to: list[tuple[int, Chunk]] = []
         for segment in segments:
@@ -114,16 +118,17 @@ class Exchange:
 
     def _cut(self, segment: Segment, chunk_bytes: int) -> None:
         route = segment.route
-        for start in range(segment.start, segment.stop, chunk_bytes):
-            chunk = Chunk(
-                segment.block, start, min(start + chunk_bytes, segment.stop), route, len(route.children)
-            )
+        incoming = len(route.children) + (route.source >= 0)
+        step = _even_step(segment.stop - segment.start, chunk_bytes)
+        for start in range(segment.start, segment.stop, step):
+            chunk = Chunk(segment.block, start, min(start + step, segment.stop), route, len(route.children))
             self._chunks[segment.block, start] = chunk
             for rank in (route.parent, *route.forward):
                 if rank >= 0:
                     self.to_send += 1
                     self._unsent[rank] = self._unsent.get(rank, 0) + 1
-            self.to_receive += len(route.children) + (route.source >= 0)
+            self.to_receive += incoming
+            self.bytes_to_come += incoming * chunk.size
             if not route.children:
                 self._gathered(chunk)
 
@@ -188,6 +193,7 @@ class Exchange:
         chunk.parts[rank] = payload
         chunk.missing -= 1
         self.to_receive -= 1
+        self.bytes_to_come -= chunk.size
         if not chunk.missing:
             self._sum(chunk)
             self._gathered(chunk)
@@ -196,6 +202,7 @@ class Exchange:
         if rank != chunk.route.source or chunk.has_result:
             raise WireError(f"rank {rank} sent a result of bytes {chunk.start} that nobody asked it for")
         self.to_receive -= 1
+        self.bytes_to_come -= chunk.size
         if chunk.route.parent >= 0 and not self._answers:
             self._answered(chunk.route.parent, chunk.stop - chunk.start)
         self._spread(chunk)
@@ -256,3 +263,9 @@ class Exchange:
         if view is None:
             raise WireError(f"block {chunk.block} is not here")
         return view[chunk.start : chunk.stop]
+
+
+def _even_step(length: int, chunk_bytes: int) -> int:
+    """Pieces of at most a chunk that are alike: a short last one would cost as much as a whole one."""
+    count = max(-(-length // chunk_bytes), 1)
+    return max(-(-length // (count * ALIGNED_BYTES)), 1) * ALIGNED_BYTES

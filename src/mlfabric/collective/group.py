@@ -8,7 +8,6 @@ everywhere, not a hang.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -23,14 +22,13 @@ from mlfabric.collective.frames import (
     encode_announcement,
     pack_header,
 )
+from mlfabric.collective.lanes import Lanes
 from mlfabric.collective.mailbox import ANY_SOURCE, Mailbox
 from mlfabric.collective.operations import EAGER_BYTES, Operation, window_for
 from mlfabric.collective.routes import Shares, equal_shares
 from mlfabric.collective.staging import Staging
 from mlfabric.wire import WireError
 
-# Operations of one group that run at the same time; the next ones wait their turn.
-IN_FLIGHT = 4
 # Eager operations that may begin before the slowest rank has come to the first of them.
 EAGER_AHEAD = 16
 
@@ -83,7 +81,7 @@ class Group:
         self._urgent = urgent
         self._staging = staging
         self._next = 0
-        self._waiting: deque[tuple[int, Operation, Done]] = deque()
+        self._waiting: Lanes[Done] = Lanes()
         self._ahead: dict[int, Ahead] = {}
         self._ahead_bytes = 0
         self._plans: dict[int, Shares] = {0: equal_shares(len(nodes))}
@@ -119,7 +117,7 @@ class Group:
         if self.ended():
             done(self.broken)
             return sequence
-        self._waiting.append((sequence, operation, done))
+        self._waiting.put(sequence, operation, done)
         self._start_waiting()
         return sequence
 
@@ -135,8 +133,8 @@ class Group:
         return self.broken is not None
 
     def _start_waiting(self) -> None:
-        while self._waiting and len(self.running) < IN_FLIGHT and self.broken is None:
-            self._start(*self._waiting.popleft())
+        while self.broken is None and (entry := self._waiting.next()) is not None:
+            self._start(*entry)
 
     def _start(self, sequence: int, operation: Operation, done: Done) -> None:
         ahead = self._ahead.pop(sequence, None) or Ahead()
@@ -172,8 +170,7 @@ class Group:
         used = 0
         if not operation.eager:
             used = min([running.plan, *(each.plan for each in running.announced.values())])
-            for number in [number for number in self._plans if number < used]:
-                del self._plans[number]
+            self._forget_plans(used)
         shares = self._plans[used] if not operation.eager else equal_shares(self.size)
         buffers = operation.buffers
         if operation.prepare is not None:
@@ -200,6 +197,16 @@ class Group:
                 return
         self._look(running)
 
+    def _forget_plans(self, used: int) -> None:
+        """Drop plans that no operation will use: what was announced before may still be about to begin."""
+        still = [each.plan for ahead in self._ahead.values() for each in ahead.announced.values()]
+        for running in self.running.values():
+            if running.exchange is None:
+                still += [running.plan, *(each.plan for each in running.announced.values())]
+        oldest = min([used, *still])
+        for number in [number for number in self._plans if number < oldest]:
+            del self._plans[number]
+
     def _take(
         self, running: Running, exchange: Exchange, rank: int, header: FrameHeader, payload: memoryview
     ) -> None:
@@ -222,21 +229,21 @@ class Group:
         running = self.running.get(header.sequence)
         if running is not None and running.exchange is not None:
             return running.exchange.place(header)
-        if self.broken is not None or (running is None and header.sequence < self._started()):
+        if self.broken is not None or (running is None and not self._is_ahead(header.sequence)):
             return None
         limit = self.size * EAGER_AHEAD * EAGER_BYTES
         if self._ahead_bytes + header.length > limit:
             raise WireError(f"over {limit} bytes for operations that have not been called here")
         return memoryview(bytearray(header.length))
 
-    def _started(self) -> int:
-        """The first operation that has not been announced by us."""
-        return self._waiting[0][0] if self._waiting else self._next
+    def _is_ahead(self, sequence: int) -> bool:
+        """Whether an operation that does not run is still to begin here."""
+        return sequence >= self._next or sequence in self._waiting
 
     def chunk_received(self, rank: int, header: FrameHeader, payload: memoryview) -> None:
         running = self.running.get(header.sequence)
         if running is None:
-            if self.broken is None and header.sequence >= self._started():
+            if self.broken is None and self._is_ahead(header.sequence):
                 self._ahead_bytes += len(payload)
                 self._ahead.setdefault(header.sequence, Ahead()).frames.append((rank, header, payload))
         elif running.exchange is None:
@@ -249,7 +256,7 @@ class Group:
         running = self.running.get(sequence)
         self._came[rank] = max(self._came[rank], sequence + 1)
         if running is None:
-            if self.broken is None and sequence >= self._started():
+            if self.broken is None and self._is_ahead(sequence):
                 self._ahead.setdefault(sequence, Ahead()).announced[rank] = theirs
             return
         running.announced[rank] = theirs
@@ -279,6 +286,7 @@ class Group:
             self.woken |= exchange.woken
             exchange.woken.clear()
         if exchange.done and self.running.pop(running.sequence, None) is not None:
+            self._waiting.ended(running.operation)
             self.changed = True
             running.done(None)
             self._start_waiting()
@@ -320,10 +328,9 @@ class Group:
                 if rank != self.rank:
                     self._urgent(rank, frame)
         ended = [running.done for running in self.running.values()]
-        ended += [done for _, _, done in self._waiting]
+        ended += self._waiting.clear()
         self.running.clear()
         self.changed = True
-        self._waiting.clear()
         self._ahead.clear()
         for done in ended:
             done(reason)
@@ -333,7 +340,7 @@ class Group:
         """Whom or what an operation waits for, in words."""
         running = self.running.get(sequence)
         if running is None:
-            return "it waits for earlier operations" if sequence >= self._started() else "it is over"
+            return "it waits for earlier operations" if self._is_ahead(sequence) else "it is over"
         if running.exchange is None or not self._all_came(running):
             missing = [r for r in range(self.size) if r != self.rank and r not in running.announced]
             if missing:

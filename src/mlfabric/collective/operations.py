@@ -27,8 +27,8 @@ WHOLE_BYTES = 2048
 # Up to this size equal shares leave with the announcement: what a plan could gain is less than a round trip.
 EAGER_BYTES = 256 * 1024
 # A large array is reduced in rounds, so that a change of plan is not late by a whole operation. They overlap.
-ROUND_BYTES = 2 * 2**20
-ROUND_BYTES_PER_RANK = 256 * 1024
+ROUND_BYTES = 4 * 2**20
+ROUND_BYTES_PER_RANK = 512 * 1024
 # Parts on their way to one rank, unanswered; and to all ranks together.
 WINDOW_BYTES = 512 * 1024
 FLIGHT_BYTES = 4 * 2**20
@@ -45,6 +45,7 @@ class Operation:
     combine: Combine | None = None
     answers: bool = False  # parts are answered by frames of their own, as no result comes back
     priority: int = 0  # lower goes first
+    size_bytes: int = 0  # of the array that is reduced, where it is large
     rounds: tuple[Operation, ...] = ()  # done one after the other instead, each by the newest plan
     # Where memory can be had only when all sizes are known: the announcements by rank, ours included.
     prepare: Callable[[Mapping[int, Announcement]], tuple[Buffers, list[Segment]]] | None = None
@@ -105,7 +106,9 @@ def _all_reduce_round(
     else:
         buffers = Buffers({0: array}, {0: array})
     eager = len(array) <= EAGER_BYTES
-    return Operation(announcement, buffers, segments, eager, combine, priority=priority)
+    return Operation(
+        announcement, buffers, segments, eager, combine, priority=priority, size_bytes=len(array)
+    )
 
 
 def _everyone_sums(rank: int, size: int, length: int) -> list[Segment]:

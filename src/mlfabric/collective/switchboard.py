@@ -140,6 +140,17 @@ class Switchboard:
         """Whether any operation is under way."""
         return bool(self._order)
 
+    @property
+    def bulk_to_come(self) -> int:
+        """Bytes that are still to come, if all that runs is large; 0 where something small waits too."""
+        total = 0
+        for _, running in self._order:
+            if running.operation.eager:
+                return 0
+            if running.exchange is not None:
+                total += running.exchange.bytes_to_come
+        return total
+
     # --- frames out -------------------------------------------------------------------------------------
 
     def next_frame(self, peer: str, pressed: bool = False) -> OutFrame | None:

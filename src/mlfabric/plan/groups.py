@@ -19,10 +19,11 @@ from mlfabric.topology import Network, Rack
 NOMINAL_BYTES: Final = 16_000_000
 # A rack uplink of unknown rate is taken as the sum of its hosts divided by this.
 UNKNOWN_OVERSUBSCRIPTION: Final = 8
-# Learned rates are never quite equal: other shares than equal ones have to gain more than this.
-LEAST_GAIN: Final = 0.05
-# Chunks where all hosts are alike, and where a slow one would make everybody wait for its last.
-EVEN_CHUNK_BYTES: Final = 256 * 1024
+# Learned rates are never quite equal, and unequal shares need smaller chunks: to be worth it they have to be
+# expected to be faster by this factor.
+UNEVEN_COST: Final = 1.12
+# Chunks where all hosts are alike, and where a slow one, or one more stage, makes all wait for the last.
+EVEN_CHUNK_BYTES: Final = 512 * 1024
 UNEVEN_CHUNK_BYTES: Final = 128 * 1024
 
 
@@ -45,7 +46,7 @@ def plan_group(network: Network, hosts: Sequence[str]) -> GroupPlan:
     plan = plan_all_reduce(network, sorted(set(hosts)), NOMINAL_BYTES)
     if plan.form == "shares":
         plain = plan_plain(network, sorted(set(hosts)), NOMINAL_BYTES)
-        if plan.predicted_s > (1 - LEAST_GAIN) * plain.predicted_s:
+        if UNEVEN_COST * plan.predicted_s > plain.predicted_s:
             plan = plain
     ranks: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
@@ -68,7 +69,7 @@ def plan_group(network: Network, hosts: Sequence[str]) -> GroupPlan:
         for rank, host in enumerate(hosts):
             racks.setdefault(network.hosts[host].rack, []).append(rank)
         domains = tuple(tuple(racks[name]) for name in sorted(racks, key=str))
-    chunk = EVEN_CHUNK_BYTES if _alike(plan.shares) else UNEVEN_CHUNK_BYTES
+    chunk = EVEN_CHUNK_BYTES if _alike(plan.shares) and not domains else UNEVEN_CHUNK_BYTES
     return GroupPlan(reduces, broadcasts, gathers, domains, chunk, plan.predicted_s, plan.reason)
 
 

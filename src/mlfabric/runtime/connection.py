@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mlfabric.runtime.mesh import Link
+from mlfabric.runtime.link import Link
 from mlfabric.runtime.pacing import set_pace
 from mlfabric.runtime.tls import AnySocket
 from mlfabric.runtime.trust import Handshake, Purpose
@@ -56,7 +56,7 @@ class Connection:
         self.origin = ""  # "ip:port" of whoever called; a socket that was reset forgets it
         self.connected = not outbound
         self.ready = False
-        self.link: Link | None = None  # reads and writes here, once there is one
+        self.link: Link | None = None  # the mesh reads and writes here, once there is one
         self.deadline_s: float | None = deadline_s  # for the handshake
         self.reader = FrameReader(self._sink)
         self.receiving: dict[int, Receiving] = {}
@@ -97,8 +97,6 @@ class Connection:
     def wants_write(self) -> bool:
         if self.connected and getattr(self.sock, "waits_to_read", False):
             return False
-        if self.link is not None and self.link.blocked:
-            return True
         return not self.connected or bool(self._buffers or self._frames or (self.ready and self.sendings))
 
     def pump(self) -> list[Sending]:

@@ -1,220 +1,65 @@
 """Collective links over TCP: one duplex socket between each two members, in the engine's loop.
 
-Bytes go from the caller's array to the socket and from the socket to where they belong. Waking up is what
-costs time here: a link asks the kernel to be woken only when a good part of a chunk is there.
+Waking up is what costs time here. Links have an epoll of their own, edge-triggered, so that neither room to
+send nor the next bytes have to be asked for again and again. While many bytes are on their way all links are
+served together, as rarely as their buffers allow; near the end of what runs, and for small operations, as
+soon as something comes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import itertools
-import socket
-import struct
-import termios
-import time
-from collections import deque
+import select
 from collections.abc import Callable
 
-from mlfabric.collective.frames import HEADER_BYTES, FrameHeader, FrameKind, unpack_header
-from mlfabric.collective.switchboard import OutFrame, Switchboard
-from mlfabric.runtime.bandwidth import PRESSED_S, TICK_S, FlowState, HostRates
-from mlfabric.runtime.tls import AnySocket, TlsSocket
+from mlfabric.collective.switchboard import Switchboard
+from mlfabric.runtime.bandwidth import TICK_S, HostRates
+from mlfabric.runtime.link import Closed, Link
+from mlfabric.runtime.pacing import NOTSENT_BYTES
+from mlfabric.runtime.trust import Refused
+from mlfabric.wire import WireError
 
-# Bytes read beyond a chunk: the next header, and short frames that follow each other.
-SCRATCH_BYTES = 4096
-# Sleep until so many bytes are there, or the rest of the chunk.
-LOW_WATER_BYTES = 256 * 1024
-# Handed to the kernel in one call.
-BATCH_BYTES = 512 * 1024
-BATCH_FRAMES = 16
-# In the kernel's struct tcp_info: bytes acknowledged, bytes received, bytes not sent yet, microseconds busy.
-_ACKED_AT = 120
-_TCP_INFO = struct.Struct("=QQ8xI20xQ")
-# What one link may read before others get their turn.
-READS_PER_TURN = 8
-BULK_KINDS = (FrameKind.PART, FrameKind.RESULT)
+# Links rest for at most so long between two turns.
+REST_S = 0.0125
+# A shorter rest is none: the clock of epoll counts milliseconds.
+LEAST_REST_S = 0.001
+# Meanwhile the fastest link moves at most so much: the kernel holds twice that of what is to be sent.
+RESTED_BYTES = NOTSENT_BYTES // 2
+# How fast links are is judged over at least so long.
+GAUGE_S = 0.005
+# The rest shrinks with what is still to come, from so many bytes on.
+HURRY_BYTES = 4 * 2**20
 
-
-class Closed(Exception):  # noqa: N818 - how a link ends
-    """The other side has closed the link."""
-
-
-class Link:
-    def __init__(self, sock: AnySocket, peer: str, board: Switchboard) -> None:
-        self.sock = sock
-        # TLS takes and gives a record at a time, and may hold bytes that the kernel knows nothing of.
-        self._sealed = isinstance(sock, TlsSocket)
-        self.peer = peer
-        self.received_bytes = 0
-        self._board = board
-        self._frames: deque[OutFrame] = deque()  # handed out, not yet all in the kernel's hands
-        self._out: list[memoryview] = []
-        self._left: deque[int] = deque()  # bytes of each of those frames still to go
-        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
-        self._have = 0
-        self._header: FrameHeader | None = None
-        self._place: memoryview | None = None  # None under a header: its bytes go nowhere
-        self._target = memoryview(b"")
-        self._got = 0
-        self._low_water = 1
-        self.blocked = False  # the kernel takes no more for now
-        self.pressed = False  # our bytes wait for this peer alone
-        self.pressed_until = 0.0  # its bytes wait for us alone, as it said lately
-
-    # --- sending ----------------------------------------------------------------------------------------
-
-    def pump(self) -> bool:
-        """Send until the kernel takes no more (True) or there is nothing left to send (False)."""
-        self.blocked = False
-        while self._out or self._load():
-            try:
-                count = self.sock.sendmsg(self._out)
-            except BlockingIOError:
-                self.blocked = True
-                break
-            if not self._advance(count) and not self._sealed:
-                self.blocked = True
-                break
-        return self.blocked
-
-    def unsent(self) -> int:
-        """Bytes that the kernel holds and the peer has not acknowledged."""
-        with contextlib.suppress(OSError):
-            count: int = struct.unpack("i", fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))[0]
-            return count
-        return 0
-
-    def _load(self) -> bool:
-        size = 0
-        while size < BATCH_BYTES and len(self._frames) < BATCH_FRAMES:
-            frame = self._board.next_frame(self.peer, self.pressed)
-            if frame is None:
-                break
-            length = len(frame.head)
-            self._out.append(memoryview(frame.head))
-            if frame.payload is not None:
-                length += len(frame.payload)
-                self._out.append(frame.payload)
-            self._frames.append(frame)
-            self._left.append(length)
-            size += length
-        return bool(self._out)
-
-    def _advance(self, count: int) -> bool:
-        """So many bytes are gone; whether that was all."""
-        out = self._out
-        gone, rest = 0, count
-        while gone < len(out) and rest >= len(out[gone]):
-            rest -= len(out[gone])
-            gone += 1
-        del out[:gone]
-        if rest:
-            out[0] = out[0][rest:]
-        done = []
-        while self._left and count >= self._left[0]:
-            count -= self._left.popleft()
-            done.append(self._frames.popleft())
-        if self._left:
-            self._left[0] -= count
-        for frame in done:
-            self._board.sent(frame)
-        return not out
-
-    def state(self, now: float) -> FlowState:
-        """What the kernel knows of this link."""
-        info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 176)
-        acked, received, waiting, busy = _TCP_INFO.unpack_from(info, _ACKED_AT)
-        return FlowState(acked, received, waiting, busy, self.pressed_until > now)
-
-    # --- receiving --------------------------------------------------------------------------------------
-
-    def receive(self) -> None:
-        """Take what is there. Raises Closed at the end of the stream, WireError for nonsense."""
-        for turn in itertools.count():
-            if turn >= READS_PER_TURN and not (self._sealed and self.sock.pending()):
-                break
-            try:
-                if self._header is None:
-                    count = self.sock.recv_into(self._scratch[self._have :])
-                    wanted = SCRATCH_BYTES - self._have
-                else:
-                    rest = self._target[self._got :]
-                    count = self.sock.recvmsg_into([rest, self._scratch])[0]
-                    wanted = len(rest)
-            except BlockingIOError:
-                break
-            if count == 0:
-                raise Closed
-            self.received_bytes += count
-            self._sort(count)
-            if count < wanted and not self._sealed:
-                break
-        if not self._sealed:
-            self._set_low_water()
-
-    def _sort(self, count: int) -> None:
-        if self._header is None:
-            self._have += count
-        else:
-            direct = min(count, len(self._target) - self._got)
-            self._got += direct
-            self._have = count - direct
-            if self._got == len(self._target):
-                self._complete()
-        at = 0
-        while True:
-            if self._header is None:
-                if self._have - at < HEADER_BYTES:
-                    break
-                self._open(unpack_header(self._scratch, at))
-                at += HEADER_BYTES
-            else:
-                take = min(self._have - at, len(self._target) - self._got)
-                self._target[self._got : self._got + take] = self._scratch[at : at + take]
-                self._got += take
-                at += take
-                if self._got < len(self._target):
-                    break
-                self._complete()
-        if at and at < self._have:
-            self._scratch[: self._have - at] = bytes(self._scratch[at : self._have])
-        self._have -= at
-
-    def _open(self, header: FrameHeader) -> None:
-        self._header = header
-        if header.kind in BULK_KINDS:
-            self.pressed_until = time.monotonic() + PRESSED_S if header.pressed else 0.0
-        self._place = self._board.place(self.peer, header)
-        self._target = self._place if self._place is not None else memoryview(bytearray(header.length))
-        self._got = 0
-
-    def _complete(self) -> None:
-        header, place = self._header, self._place
-        assert header is not None
-        self._header, self._place, self._target = None, None, memoryview(b"")
-        self._board.received(self.peer, header, place)
-
-    def _set_low_water(self) -> None:
-        rest = len(self._target) - self._got if self._header is not None else 1
-        level = min(rest, LOW_WATER_BYTES) if rest > SCRATCH_BYTES else 1
-        if level != self._low_water:
-            self._low_water = level
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, level)
+LinkEnd = Closed | Refused | WireError | OSError
 
 
 class Mesh:
-    """The links of a node. `open_link` is the engine's way to one; `watch` has it wait for room to send."""
+    """The links of a node. `open_link` is the engine's way to one; `ended` hears how one ended."""
 
     def __init__(
-        self, board: Switchboard, open_link: Callable[[str], None], watch: Callable[[Link], None]
+        self, board: Switchboard, open_link: Callable[[str], None], ended: Callable[[Link, LinkEnd], None]
     ) -> None:
         self.board = board
-        self._open = open_link
-        self._watch = watch
-        self._links: dict[str, Link] = {}
         self.rates = HostRates()
+        self.rest_until = 0.0  # what comes before is left alone, while the links rest
+        self._open = open_link
+        self._ended = ended
+        self._epoll = select.epoll()
+        self._links: dict[str, Link] = {}
+        self._by_number: dict[int, Link] = {}
+        self._readable: list[Link] = []
         self._look_at: float | None = None
+        self._gauged_at = 0.0
+        self._fastest = 0.0  # bytes per second over one link, lately
+        self._rest_s = 0.0
+
+    def fileno(self) -> int:
+        return self._epoll.fileno()
+
+    def close(self) -> None:
+        self._epoll.close()
+
+    # --- rates ------------------------------------------------------------------------------------------
 
     def next_look(self, now: float) -> float | None:
         """When the flows have to be looked at again; None: nothing is under way."""
@@ -236,6 +81,8 @@ class Mesh:
             link.pressed = pressed
         return self.rates.news(now)
 
+    # --- links ------------------------------------------------------------------------------------------
+
     def connect(self, peers: tuple[str, ...]) -> None:
         """Have links to all of them; of each two the one with the lower name calls."""
         for peer in peers:
@@ -244,13 +91,74 @@ class Mesh:
 
     def add(self, link: Link) -> None:
         self._links[link.peer] = link
+        self._by_number[link.sock.fileno()] = link
+        self._epoll.register(link.sock.fileno(), select.EPOLLIN | select.EPOLLOUT | select.EPOLLET)
+        self._readable.append(link)  # TLS may hold bytes of which the kernel does not tell
         self.board.woken.add(link.peer)
         self.flush()
 
+    def drop(self, link: Link) -> None:
+        """Its socket is about to be closed."""
+        self._by_number.pop(link.sock.fileno(), None)
+        if self._links.get(link.peer) is link:
+            del self._links[link.peer]
+
     def lose(self, peer: str, reason: str) -> None:
-        self._links.pop(peer, None)
         self.board.lost(peer, reason)
         self.flush()
+
+    # --- bytes ------------------------------------------------------------------------------------------
+
+    def serve(self, now: float) -> None:
+        """Take what came, send what became possible, and say when to do so again."""
+        for number, mask in self._epoll.poll(0):
+            link = self._by_number.get(number)
+            if link is None:
+                continue
+            if mask & ~select.EPOLLOUT and link not in self._readable:
+                self._readable.append(link)
+            if mask & select.EPOLLOUT and link.blocked:
+                link.blocked = False
+                self.board.woken.add(link.peer)
+        readable, self._readable = self._readable, []
+        for link in readable:
+            if self._links.get(link.peer) is not link:
+                continue
+            try:
+                if link.receive(self._rest_s > 0):
+                    self._readable.append(link)
+            except (Closed, Refused, WireError, OSError) as end:
+                self._ended(link, end)
+        self.flush()
+        self._gauge(now)
+        self._rest_s = self._allowed_rest_s()
+        self.rest_until = now + self._rest_s
+
+    @property
+    def hurried(self) -> bool:
+        """Whether bytes that nobody will tell of again wait to be read."""
+        return bool(self._readable)
+
+    @property
+    def rests(self) -> bool:
+        """Whether to serve at `rest_until` rather than as soon as something comes."""
+        return self._rest_s > 0 and self.board.bulk_to_come > 0
+
+    def _gauge(self, now: float) -> None:
+        past = now - self._gauged_at
+        if past < GAUGE_S:
+            return
+        self._gauged_at = now
+        self._fastest = max((link.moved_bytes for link in self._links.values()), default=0) / past
+        for link in self._links.values():
+            link.moved_bytes = 0
+
+    def _allowed_rest_s(self) -> float:
+        to_come = self.board.bulk_to_come
+        if not to_come or not self._fastest or self._readable:
+            return 0.0
+        rest_s = min(REST_S * min(1.0, to_come / HURRY_BYTES), RESTED_BYTES / self._fastest)
+        return rest_s if rest_s >= LEAST_REST_S else 0.0
 
     def flush(self) -> None:
         """Send whatever became possible."""
@@ -259,6 +167,5 @@ class Mesh:
             link = self._links.get(woken.pop())
             if link is None or link.blocked:
                 continue
-            with contextlib.suppress(OSError):  # its end is noticed where it is read
-                if link.pump():
-                    self._watch(link)
+            with contextlib.suppress(OSError, Refused):  # its end is noticed where it is read
+                link.pump()
