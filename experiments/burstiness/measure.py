@@ -1,7 +1,7 @@
-"""What a run's captures say: per host and direction the curve of peak to mean, the verdict, the extrapolation.
+"""What a run's captures say: peak to mean per host and direction, the verdict, the extrapolation.
 
-The observation is the measured steps, from the begin of the first to the end of the last by the ranks' own clock,
-which also stamps the packets; so the mean includes the pauses, and the first steps are left out.
+The observation is the measured steps, from the begin of the first to the end of the last by the ranks' own
+clock, which also stamps the packets; so the mean includes the pauses, and the first steps are left out.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def verdicts(sent: dict[str, Trace], rate_bps: float) -> list[dict[str, Any]]:
 
 
 def several(trace: Trace, jobs: int, link: Link) -> dict[str, Any]:
-    """That many such jobs on one link: open loop by all laws, closed loop for jobs that start together or apart."""
+    """That many such jobs on one link: open loop by all laws, closed loop for jobs together or apart."""
     result = extrapolate([trace], jobs, link, draws=50, find_fit=False)
     worst = result.worst.at_most_bytes
     found: dict[str, Any] = {"worst_backlog_bytes": round(worst) if math.isfinite(worst) else None}

@@ -43,6 +43,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compute_s: float
     steps: int
     pace: bool = False
+    skip: int | None = None  # first steps not measured; default: as all runs
     model: str = "resnet50"
     pieces: bool = True  # capture several frames of a stream as one: two processors carry more
 
@@ -84,14 +85,15 @@ def perform(run: Run, settings: Settings, folder: Path) -> dict[str, Any]:
         addresses = {host.name: host.address for host in lab.hosts}
     if not result.ok:
         raise FabricError(f"{run.name}: " + "; ".join(result.complaints))
-    steps = read_steps(folder / "run", settings.hosts, settings.skip)
+    skip = settings.skip if run.skip is None else run.skip
+    steps = read_steps(folder / "run", settings.hosts, skip)
     files = {each.host: Path(each.file) for each in result.captures}
     rate_bps = parse_rate(run.rate)
     found = measure(files, addresses, steps, rate_bps, parse_scales(settings.scales))
     manifest = json.loads((folder / "run" / "manifest.json").read_text())
     return {
         "settings": msgspec.to_builtins(run),
-        "skipped_steps": settings.skip,
+        "skipped_steps": skip,
         "captured": "pieces of up to 16 frames" if run.pieces else "frames",
         "busy_share_of_processors": manifest.get("busy_share"),
         "warnings": result.warnings,
@@ -100,7 +102,9 @@ def perform(run: Run, settings: Settings, folder: Path) -> dict[str, Any]:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--settings", type=Path, default=HERE / "settings.toml")
     parser.add_argument("--only", nargs="*", default=None)
     parser.add_argument("--out", type=Path, default=HERE / "results")
@@ -119,7 +123,9 @@ def main(words: Sequence[str] | None = None) -> None:
             if asked.keep is None:
                 shutil.rmtree(folder, ignore_errors=True)
         (asked.out / f"{run.name}.json").write_text(json.dumps(found, indent=1) + "\n")
-        worst = max(each[way]["peak_to_mean_5ms"] or 0 for each in found["hosts"].values() for way in ("out", "in"))
+        worst = max(
+            each[way]["peak_to_mean_5ms"] or 0 for each in found["hosts"].values() for way in ("out", "in")
+        )
         print(f"{run.name}: step {found['step_s']['median']:.2f} s, PtM(5 ms) up to {worst:.1f}", flush=True)
 
 

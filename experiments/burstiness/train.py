@@ -2,11 +2,11 @@
 
     python -m experiments.burstiness.train --way ddp-gloo --compute-s 10 --steps 6
 
-The model computes real gradients of small images, so that four ranks fit two processors; a job of its own would
-compute longer. Every convolution and the last layer therefore wait for their share of `--compute-s`, by the
-multiplications they take on 224x224 images: a third of it forward, two thirds backward, where DDP sends what is
-ready meanwhile, as it would there. `--compute-s 0` waits for nothing. Each rank writes the times of its steps to
-`steps-RANK.json` in the run folder, by the clock that stamps captured packets.
+The model computes real gradients of small images, so that four ranks fit two processors; a job of its own
+would compute longer. Every convolution and the last layer therefore wait for their share of `--compute-s`,
+by the multiplications they take on 224x224 images: a third of it forward, two thirds backward, where DDP
+sends what is ready meanwhile, as it would there. `--compute-s 0` waits for nothing. Each rank writes the
+times of its steps to `steps-RANK.json` in the run folder, by the clock that stamps captured packets.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.models import resnet18, resnet50
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-
-from benchmarks.models import resnet18, resnet50
 
 WAYS = ("ddp-gloo", "ddp-mlfabric", "server-async", "server-sync")
 FULL_IMAGE = 224
@@ -91,7 +90,9 @@ def batches(size: int, image: int, seed: int) -> Callable[[], tuple[torch.Tensor
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--way", choices=WAYS, default="ddp-mlfabric")
     parser.add_argument("--model", choices=list(MODELS), default="resnet50")
     parser.add_argument("--compute-s", type=float, default=0.0)
@@ -99,6 +100,7 @@ def main() -> None:
     parser.add_argument("--image", type=int, default=64)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--bucket-mb", type=float, default=25.0)
+    parser.add_argument("--delay-s", type=float, default=0.0, help="wait so long before the first step")
     options = parser.parse_args()
 
     torch.manual_seed(0)
@@ -133,7 +135,7 @@ def _ddp(
         return float(loss.detach())
 
     try:
-        return _timed(step, options.steps)
+        return _timed(step, options.steps, options.delay_s)
     finally:
         dist.destroy_process_group()
 
@@ -154,7 +156,7 @@ def _servers(
         return float(loss.detach())
 
     try:
-        found = _timed(step, options.steps)
+        found = _timed(step, options.steps, options.delay_s)
         training.finish()
         _wait_for_others()  # without replicas no server may leave before all are through
         return found
@@ -167,7 +169,7 @@ def _folder() -> Path:
 
 
 def _wait_for_others() -> None:
-    """The hosts of a lab share their files: each rank says there that it is through, and looks for the others."""
+    """Hosts of a lab share their files: each rank says there that it is through, and waits for the others."""
     (_folder() / f"through-{os.environ['RANK']}").touch()
     give_up = time.monotonic() + PATIENCE_S
     while not all((_folder() / f"through-{rank}").exists() for rank in range(int(os.environ["WORLD_SIZE"]))):
@@ -176,8 +178,9 @@ def _wait_for_others() -> None:
         time.sleep(0.05)
 
 
-def _timed(step: Callable[[], float], steps: int) -> tuple[list[float], list[float]]:
+def _timed(step: Callable[[], float], steps: int, delay_s: float) -> tuple[list[float], list[float]]:
     """When each step began and the last one ended, in seconds since 1970; and the losses."""
+    time.sleep(delay_s)
     times, losses = [time.time()], []
     for _ in range(steps):
         losses.append(step())

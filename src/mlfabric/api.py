@@ -333,13 +333,14 @@ def join(
     log: str | Path | None = None,
     insecure: bool | None = None,
     tls: str | Path | None = None,
+    pace: bool | None = None,
     timeout: float = 10.0,
 ) -> Fabric:
     """Become a member. `address` is the scheduler's; under torchrun none is needed and rank 0 embeds it.
 
     `up` and `down` are the rates of this host's link ("200mbit"); `roles` what this member may be used for;
     `scheduler=True` embeds the scheduler here and listens at `address`; `tls` is a folder made by
-    `mlfabric certs`.
+    `mlfabric certs`; `pace=True` spreads the bytes of collectives over the time until they are needed.
     """
     settings = from_environment(
         address,
@@ -354,6 +355,7 @@ def join(
         insecure=insecure,
         host=host,
         tls=tls,
+        pace=pace,
     )
     return join_with(settings, roles, timeout)
 
@@ -372,7 +374,9 @@ def join_with(settings: Settings, roles: tuple[str, ...], timeout: float = 10.0)
         found = find_scheduler(settings.scheduler, settings.name, settings.secret, timeout, settings.job, tls)
         # The address by which the scheduler is reached is the one by which it reaches us.
         listen, leader = settings.listen or (found.ours, 0), found.scheduler
-    engine = Engine(settings.name, data, log, listen, settings.secret, settings.insecure, tls=tls)
+    engine = Engine(
+        settings.name, data, log, listen, settings.secret, settings.insecure, tls=tls, pace=settings.pace
+    )
     engine.reception.job = settings.job
     if settings.embed_scheduler:
         engine.node.start_role(

@@ -42,6 +42,7 @@ class Settings:
     tls: Path | None = None  # a folder with this host's certificate
     listen: tuple[str, int] | None = None  # where this member listens; None: found by the route
     least_lease_s: float = 0.0  # an embedded scheduler never takes shorter silence for death
+    pace: bool = False  # spread what collectives send over the time until it is needed
     mirror: Path | None = None  # a folder where the weights this member leads can be read, even after a kill
 
 
@@ -60,6 +61,7 @@ def from_environment(
     host: str | None = None,
     listen: str | None = None,
     tls: str | Path | None = None,
+    pace: bool | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Settings:
     """Arguments first, then MLFABRIC_ variables, then torchrun's, then defaults."""
@@ -92,6 +94,7 @@ def from_environment(
         listen=_listen(listen or env.get("MLFABRIC_LISTEN")),
         tls=Path(tls or env["MLFABRIC_TLS"]) if tls or env.get("MLFABRIC_TLS") else None,
         insecure=insecure if insecure is not None else env.get("MLFABRIC_INSECURE") == "1",
+        pace=pace if pace is not None else _flag(env, "MLFABRIC_PACE"),
         rack=env.get("MLFABRIC_RACK"),
         rates_guessed=all(r is None for r in (up, down, env.get("MLFABRIC_UP"), env.get("MLFABRIC_DOWN"))),
     )
@@ -127,6 +130,13 @@ def _torchrun_address(env: Mapping[str, str]) -> str | None:
     port = _whole(env, "MASTER_PORT") or 0
     # torchrun's own store holds MASTER_PORT.
     return f"{env['MASTER_ADDR']}:{port + 1 if port < 65535 else port - 1}"
+
+
+def _flag(env: Mapping[str, str], key: str) -> bool:
+    written = env.get(key, "0")
+    if written not in ("0", "1"):
+        raise FabricError(f"{key} is {written!r}; write 1 or 0")
+    return written == "1"
 
 
 def _whole(env: Mapping[str, str], key: str) -> int | None:

@@ -102,11 +102,14 @@ class HostRates:
         self._backlog: list[bool] = []
         self._busy: list[int] = []
 
-    def look(self, now: float, flows: Sequence[FlowState]) -> list[bool]:
-        """Take a look at all flows; which of them are pressed by their receiver rather than by our uplink."""
+    def look(self, now: float, flows: Sequence[FlowState], held_back: bool = False) -> list[bool]:
+        """Take a look at all flows; which of them are pressed by their receiver rather than by our uplink.
+
+        While we hold our bytes back ourselves (`held_back`) they say nothing about any link.
+        """
         backlog = [flow.waiting_bytes >= BACKLOG_BYTES for flow in flows]
         most = max(2, (len(flows) + 1) // 2)
-        up_limits = sum(backlog) >= most
+        up_limits = sum(backlog) >= most and not held_back
         acked = sum(flow.acked_bytes for flow in flows)
         pressing = sum(flow.pressed_by_peer for flow in flows)
         in_time = self._last is not None and now - self._last[0] <= LATE_S
@@ -116,7 +119,7 @@ class HostRates:
         free = not up_limits and self._uplink_is_free(now, acked)
         before, self._backlog = self._backlog, backlog
         self._last = (now, acked)
-        if not free or len(before) != len(backlog):
+        if held_back or not free or len(before) != len(backlog):
             return [False] * len(flows)
         return [now_waits and waited for now_waits, waited in zip(backlog, before, strict=True)]
 

@@ -68,10 +68,11 @@ class Engine:
         insecure: bool = False,
         job_secrets: Mapping[str, bytes] | None = None,
         tls: Tls | None = None,
+        pace: bool = False,
     ) -> None:
         self.name = name
         self.node = Node(name, self, data, log)
-        self.mesh = Mesh(Switchboard(name), self._open_link, self._link_ended)
+        self.mesh = Mesh(Switchboard(name), self._open_link, self._link_ended, pace)
         self.client = Client(self.node, self._post, self.call, self.mesh.board)
         self._complaints = Complaints()
         self.reception = Reception(name, listen, secret, insecure, job_secrets, tls, self._complaints)

@@ -46,6 +46,7 @@ class Link:
         self.peer = peer
         self.received_bytes = 0
         self.moved_bytes = 0  # both ways, since the mesh looked
+        self.sent_bytes = 0  # given to the kernel, ever
         self._board = board
         self._frames: deque[OutFrame] = deque()  # handed out, not yet all in the kernel's hands
         self._out: list[memoryview] = []
@@ -73,6 +74,7 @@ class Link:
                 self.blocked = True
                 break
             self.moved_bytes += count
+            self.sent_bytes += count
             if not self._advance(count) and not self._sealed:
                 self.blocked = True
                 break
