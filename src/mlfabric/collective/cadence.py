@@ -4,9 +4,9 @@ Training repeats itself: every iteration makes the same calls, of the same sizes
 after its first one. Once two iterations are alike, the next one's calls are known beforehand. All results
 of an iteration are needed soon after its last call (the optimizer waits for them), so its bytes have from
 their own call until then. The slowest way to send them in time is the taut string below what has been
-called: the rate is the least, over all calls still to come, of what will have been called before it and has
-not left, divided by the time until then. So the bytes of early calls fill the time until later ones, and
-nothing goes faster than it must.
+called: at each call the rate is the least, over all calls still to come, of what will have been called
+before it and has not left, divided by the time until then. So the bytes of early calls fill the time until
+later ones, and nothing goes faster than it must.
 
 After the last call the bytes get the time they took at full speed, plus an allowance: a share of the
 iteration. What pacing really costs is seen every time, as the wait from the last call to the end of all;
@@ -28,14 +28,14 @@ ALIKE = 0.1
 # Shorter iterations are left alone: clocks and processors are not that punctual.
 SHORTEST_S = 0.02
 # The aim, as a share of the time that is allowed: where it begins, and how it follows what was seen.
-FIRST_AIM = 0.7
+FIRST_AIM = 0.5
 LEAST_AIM = 0.2
 SOONER, LATER = 0.8, 1.05
 # It moves later while less than this share of the allowance was used.
 WELL_WITHIN = 0.7
-# Bytes of early calls go so much faster than they would have to: what is left of them when the last call
-# comes would have to be sent in haste.
-AHEAD = 1.15
+# Bytes of early calls go so much faster than they would have to: ranks wait for each other now and then, and
+# what is left when the last call comes has to be sent in haste.
+AHEAD = 1.5
 # New figures count so much in running means.
 NEWS = 0.3
 # An iteration that takes longer than this many usual ones was interrupted; it teaches nothing.
@@ -76,6 +76,9 @@ class Cadence:
         self._current: list[Call] = []  # of this iteration
         self._sent_before = 0  # bytes that had left when this iteration began
         self._ratio: float | None = None  # bytes that leave for each byte of a call
+        self._rate: float | None = None
+        self._due = 0.0  # when all of this iteration should be there
+        self._allowed_s = 1.0
         self._iterations = 0
         self._interrupted_at = -OFTEN
         self._least_calls = 1  # of an iteration: what is shorter was found to be no rhythm
@@ -93,44 +96,37 @@ class Cadence:
     def ended(self, now: float, call: Call) -> None:
         call.ended_at = now
 
-    def rate(self, now: float, sent_bytes: int) -> float | None:
+    def rate(self, now: float) -> float | None:
         """Bytes per second at which to go on from here."""
-        pattern = self.pattern
-        if pattern is None or self._ratio is None or not self._current:
-            return None
-        ratio = self._ratio
-        gone = sent_bytes - self._sent_before
-        called = ratio * sum(call.size_bytes for call in self._current)
-        late_s = self._lateness(now)
-        start = self._current[0].at
-        mean = ratio * sum(pattern.sizes) / pattern.period_s
-        slowest = None
-        for place in range(len(self._current), pattern.calls):
-            until = start + pattern.offsets[place] + late_s - now
-            if until > 0:
-                slowest = _least(slowest, AHEAD * (called - gone) / until)
-            called += ratio * pattern.sizes[place]
-        allowed_s = self.allowed_wait_s(pattern) * self.aim
-        due = start + pattern.offsets[-1] + late_s + allowed_s
-        last = ratio * pattern.sizes[-1] / allowed_s
-        if now < due:
-            return max(_least(slowest, (called - gone) / (due - now)), mean)
-        # Too late, and so it was at the aimed rate: faster and faster, but no burst.
-        return max(last, mean) * 2 ** min((now - due) / allowed_s + 1, 32)
+        if self._rate is None or now <= self._due:
+            return self._rate
+        # Late in spite of it: faster and faster, but no burst. The aim will be set earlier.
+        return self._rate * 2 ** min((now - self._due) / self._allowed_s, 32.0)
 
     def allowed_wait_s(self, pattern: Pattern) -> float:
+        """From the last call to the end of all."""
         return pattern.full_speed_wait_s + self.allowance * pattern.period_s
 
-    def _lateness(self, now: float) -> float:
-        """How much later than usual this iteration's next call comes, as far as is known."""
-        pattern = self.pattern
+    def _decide(self, now: float, sent_bytes: int) -> None:
+        """At each call: the rate until the next one."""
+        pattern, ratio = self.pattern, self._ratio
         assert pattern is not None
-        place = len(self._current)
-        start = self._current[0].at
-        usual = self._current[-1].at - start - pattern.offsets[place - 1]
-        if place < pattern.calls:
-            return max(usual, now - start - pattern.offsets[place])
-        return usual
+        if ratio is None:
+            self._rate = None
+            return
+        begun = len(self._current)
+        owed = ratio * sum(call.size_bytes for call in self._current) - (sent_bytes - self._sent_before)
+        mean = ratio * sum(pattern.sizes) / pattern.period_s
+        self._allowed_s = self.allowed_wait_s(pattern) * self.aim
+        last_call = now + pattern.offsets[-1] - pattern.offsets[begun - 1]
+        self._due = last_call + self._allowed_s
+        slowest: float | None = None
+        for place in range(begun, pattern.calls):
+            until = pattern.offsets[place] - pattern.offsets[begun - 1]
+            if until > 0:
+                slowest = _least(slowest, AHEAD * owed / until)
+            owed += ratio * pattern.sizes[place]
+        self._rate = max(_least(slowest, owed / (self._due - now)), mean)
 
     # --- learning ---------------------------------------------------------------------------------------
 
@@ -187,6 +183,7 @@ class Cadence:
             self._forget()
             return
         self._current.append(call)
+        self._decide(call.at, sent_bytes)
 
     def _iteration_over(self, following: Call, sent_bytes: int) -> bool:
         """Learn from it; False: such iterations are not the rhythm."""
@@ -229,6 +226,7 @@ class Cadence:
         """This is another rhythm, or none: at full speed until it is known."""
         self.pattern = None
         self._ratio = None
+        self._rate = None
         self._current = []
 
 

@@ -60,7 +60,7 @@ class Pacer:
 
     def look(self, now: float) -> None:
         """Set every link's rate to what is needed from now on."""
-        self.rate = self.cadence.rate(now, self._sent())
+        self.rate = self.cadence.rate(now)
         shares = self._shares() if self.rate is not None else {}
         for peer, link in self._links.items():
             wanted = None if self.rate is None else self.rate * shares[peer]
