@@ -104,10 +104,24 @@ def test_a_receiver_few_are_pressed_by_learns_nothing() -> None:
     assert host.rates.down.rate is None
 
 
-def test_a_first_rate_of_the_downlink_takes_more_than_a_moment() -> None:
+def test_a_first_rate_takes_more_than_a_moment() -> None:
     host = Host()
     host.receive(0.1, 1000.0, pressing=7)
     assert host.rates.down.rate is None
+    host.send(0.1, 1000.0, backlogged=7)
+    assert host.rates.up.rate is None
+
+
+def test_flows_held_back_by_a_racks_uplink_say_nothing_of_the_host() -> None:
+    host = Host()
+    for flow in host.flows[:4]:
+        flow.far = True
+    host.send(1.0, SLOW, backlogged=4)
+    assert host.rates.up.rate is None
+    host.receive(1.0, SLOW, pressing=4)
+    assert host.rates.down.rate is None
+    host.send(1.0, FAST, backlogged=7)
+    assert host.rates.up.rate == pytest.approx(FAST, rel=0.01)
 
 
 def test_small_differences_are_not_told() -> None:

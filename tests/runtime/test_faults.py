@@ -148,7 +148,7 @@ def test_a_worker_may_come_back_under_its_name() -> None:
         second.publish({"w": np.zeros(10)}, apply=mf.Sum())
         second.push({"w": np.ones(10)}).result(20)
         second._engine.stop(0.0)
-        _wait_for(lambda: "w1" not in first._engine.node.roles["scheduler"]._members)  # type: ignore[attr-defined]
+        _wait_for(lambda: first._engine.node.roles["scheduler"].statistics().members == 1)  # type: ignore[attr-defined]
         with mf.join(first.address, job="j", name="w1", roles=("worker",)) as again:
             again.publish({"w": np.zeros(10)}, apply=mf.Sum())
             ticket = again.push({"w": np.ones(10)})

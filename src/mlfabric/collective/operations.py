@@ -82,7 +82,7 @@ def all_reduce(
         return _all_reduce_round(announcement, rank, size, view, itemsize, combine, priority)
 
     step = max(ROUND_BYTES, size * ROUND_BYTES_PER_RANK)
-    count = len(array) // step
+    count = round(len(array) / step)
     if size <= 2 or count < 2:
         return part(0, elements)
     rounds = tuple(part(*bounds) for bounds in pairwise(elements * i // count for i in range(count + 1)))

@@ -39,7 +39,7 @@ def job_status(
 ) -> JobStatus:  # fmt: skip
     if book is None:
         return JobStatus(name, len(members), ready, failed, (), 0, 0, 0, 0, 0.0)
-    waiting, granted = book.open_counts()
+    waiting, granted = book.entries.open_counts()
     recent = sum(count for at, count in book.recent if at > now - RATE_OVER_S)
     return JobStatus(
         name=name,
@@ -61,6 +61,6 @@ def job_status(
         waiting=waiting,
         granted=granted,
         applied=min((shard.version for shard in book.shards.values()), default=0),
-        dropped=book.counts["dropped"] + book.counts["dropped_late"],
+        dropped=book.entries.counts["dropped"] + book.entries.counts["dropped_late"],
         applied_per_s=recent / len(book.shards) / RATE_OVER_S if book.shards else 0.0,
     )

@@ -398,6 +398,7 @@ class Engine:
         match message:
             case Members(members=members):
                 for member in members:
+                    self.mesh.place(member.node, member.rack)
                     if member.node != self.name and member.address:
                         self.know(member.node, parse_address(member.address))
             case HeartbeatSeen(sent_s=sent, seen_s=seen):

@@ -123,11 +123,11 @@ class Link:
             self._board.sent(frame)
         return not out
 
-    def state(self, now: float) -> FlowState:
+    def state(self, now: float, far: bool) -> FlowState:
         """What the kernel knows of this link."""
         info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 176)
         acked, received, waiting, busy = _TCP_INFO.unpack_from(info, _ACKED_AT)
-        return FlowState(acked, received, waiting, busy, self.pressed_until > now)
+        return FlowState(acked, received, waiting, busy, self.pressed_until > now, far)
 
     # --- receiving --------------------------------------------------------------------------------------
 

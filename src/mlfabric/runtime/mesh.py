@@ -53,6 +53,7 @@ class Mesh:
         self._links: dict[str, Link] = {}
         self._by_number: dict[int, Link] = {}
         self._readable: list[Link] = []
+        self._racks: dict[str, str | None] = {}
         self._look_at: float | None = None
         self._gauged_at = 0.0
         self._fastest = 0.0  # bytes per second over one link, lately
@@ -68,6 +69,10 @@ class Mesh:
         self._epoll.close()
 
     # --- rates ------------------------------------------------------------------------------------------
+
+    def place(self, node: str, rack: str | None) -> None:
+        """A member is in a rack."""
+        self._racks[node] = rack
 
     def next_look(self, now: float) -> float | None:
         """When the flows have to be looked at again; None: nothing is under way."""
@@ -89,7 +94,8 @@ class Mesh:
         links = list(self._links.values())
         if len(links) < 2:
             return None
-        flows = [each.state(now) for each in links]
+        home = self._racks.get(self.board.node)
+        flows = [link.state(now, self._racks.get(link.peer) != home) for link in links]
         for link, pressed in zip(links, self.rates.look(now, flows, held_back), strict=True):
             link.pressed = pressed
         return self.rates.news(now)
