@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 import pytest
@@ -81,6 +82,26 @@ def test_bytes_are_spread_and_cost_no_more_than_the_allowance() -> None:
     assert sum(later) / len(later) < alone * (1 + 1.1 * ALLOWANCE)
 
 
+@pytest.mark.parametrize("compute_after_s", [5.0, 20.0, 60.0])
+def test_where_the_job_waits_is_found_out_within_the_allowance(compute_after_s: float) -> None:
+    job = backward()
+    job.compute_after_s = compute_after_s
+    job.iterate(12)
+    assert [beat.waited_for for beat in job.cadence.beats] == [False, False, False, False, True]
+    assert max(job.periods) < job.periods[0] * (1 + 1.5 * ALLOWANCE)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_where_the_job_waits_is_found_out_though_computing_is_uneven(seed: int) -> None:
+    job, draw = backward(), random.Random(seed)
+    even = list(job.offsets)
+    for _ in range(12):
+        late = [draw.uniform(0.0, 0.3) for _ in even]
+        job.offsets = [offset + sum(late[: place + 1]) - late[0] for place, offset in enumerate(even)]
+        job.iterate(1)
+    assert [beat.waited_for for beat in job.cadence.beats] == [False, False, False, False, True]
+
+
 def test_one_call_at_the_end_of_each_iteration_is_only_stretched_by_the_allowance() -> None:
     job = Job([0.0], [100 * 10**6], 2.0)
     job.iterate(20)
@@ -91,9 +112,9 @@ def test_one_call_at_the_end_of_each_iteration_is_only_stretched_by_the_allowanc
 def test_equal_calls_in_unequal_gaps_are_one_iteration() -> None:
     job = Job([0.0, 0.5, 1.0, 1.5], [10**7] * 4, 2.0)
     job.iterate(8)
-    assert job.cadence.pattern is not None
-    assert job.cadence.pattern.calls == 4
-    assert job.cadence.pattern.period_s == pytest.approx(job.periods[0], rel=0.02)
+    assert job.cadence.beats
+    assert len(job.cadence.beats) == 4
+    assert job.cadence.period_s == pytest.approx(job.periods[0], rel=0.02)
 
 
 def test_other_calls_end_the_rhythm_and_full_speed_returns() -> None:
@@ -102,7 +123,7 @@ def test_other_calls_end_the_rhythm_and_full_speed_returns() -> None:
     assert job.fastest[-1] < LINE
     job.sizes[2] += 1000
     job.iterate(1)
-    assert job.cadence.pattern is None
+    assert not job.cadence.beats
     job.iterate(6)
     assert job.fastest[-1] < LINE
 
