@@ -1,18 +1,19 @@
 """The rhythm of a job's collective calls, and how slowly its bytes may leave without being late. Pure.
 
-Training repeats itself: every iteration makes the same calls, of the same sizes, at about the same times. Once
-two iterations are alike, the next one's calls are known beforehand. What can't be known is which results the
-job waits for. DDP waits for all of them after the last call of a backward pass, and for none before; a plain
-loop waits for each. So it is found out. A call is drawn out a little, and the gap to the next call tells: where
-it grows by as much as the call took longer, the job waits there; where it stays as it was, it does not. After
-the first questions all of that happens within the allowance, a share of the iteration.
+Training repeats itself: every iteration makes the same calls, of the same sizes, at about the same times.
+Once two iterations are alike, the next one's calls are known beforehand. What can't be known is which
+results the job waits for. DDP waits for all of them after the last call of a backward pass, and for none
+before; a plain loop waits for each. So it is found out. A call is drawn out a little, and the gap to the
+next call tells: where it grows by as much as the call took longer, the job waits there; where it stays as
+it was, it does not. After the first questions all of that happens within the allowance, a share of the
+iteration.
 
-Calls up to one that is waited for, that one included, belong together: their bytes have until the last one's
-time at full speed and its part of the allowance are over. The slowest way to send them in time is the taut
-string below what has been called: at each call the rate is the least, over all calls to come, of what will have
-been called before it and has not left, divided by the time until then. What pacing costs is seen every time,
-as the time that the last call took; where it exceeds the allowance the aim is set earlier, and later again
-as it fits.
+Calls up to one that is waited for, that one included, belong together: their bytes have until the last
+one's time at full speed and its part of the allowance are over. The slowest way to send them in time is the
+taut string below what has been called: at each call the rate is the least, over all calls to come, of what
+will have been called before it and has not left, divided by the time until then. What pacing costs is seen
+every time, as the time that the last call took; where it exceeds the allowance the aim is set earlier, and
+later again as it fits.
 """
 
 from __future__ import annotations
@@ -35,18 +36,19 @@ LEAST_AIM = 0.2
 SOONER, LATER = 0.8, 1.05
 # It moves later while less than this share of the allowance was used.
 WELL_WITHIN = 0.7
-# Bytes of calls that nobody waits for go so much faster than they would have to: ranks wait for each other now
-# and then, and what is left when the last call comes has to be sent in haste.
+# Bytes of calls that nobody waits for go so much faster than they would have to: ranks wait for each other
+# now and then, and what is left when the last call comes has to be sent in haste.
 AHEAD = 1.5
-# A gap that grew by less than this share of what its call took longer was not waited in; by more than that, it
-# was. Between the two what was believed stays.
+# A gap that grew by less than this share of what its call took longer was not waited in; by more than that,
+# it was. Between the two what was believed stays.
 FREE_BELOW, WAITED_ABOVE = 0.35, 0.65
-# The first drawing out has to tell through the noise: each call may take the whole allowance for itself, as long
-# as all of them together take no more than this share of the iteration.
+# The first drawing out has to tell through the noise: each call may take the whole allowance for itself, as
+# long as all of them together take no more than this share of the iteration.
 QUESTION = 0.16
 # So many iterations speak before a call is taken for one that nobody waits for.
 WITNESSES = 2
-# An iteration this much longer than usual, right after a call was taken for such a one, says that it was not.
+# An iteration this much longer than usual, right after a call was taken for such a one, says that it was
+# not.
 REGRET = 1.1
 # New figures count so much in running means.
 NEWS = 0.3
