@@ -109,9 +109,10 @@ class TorchSettings:
     scheduler: str | None  # a standalone scheduler to use instead of an embedded one
     dump_prefix: str  # where the record of recent operations goes after a time-out; the rank is appended
     record_entries: int  # operations remembered for it
+    pace: bool  # spread what collectives send over the time until it is needed
 
 
-def torch_settings(environment: Mapping[str, str] | None = None) -> TorchSettings:
+def torch_settings(pace: bool | None = None, environment: Mapping[str, str] | None = None) -> TorchSettings:
     env = os.environ if environment is None else environment
     default = str(Path(tempfile.gettempdir()) / "mlfabric_trace_rank_")
     entries = _whole(env, "TORCH_FR_BUFFER_SIZE")
@@ -121,6 +122,7 @@ def torch_settings(environment: Mapping[str, str] | None = None) -> TorchSetting
         env.get("MLFABRIC_SCHEDULER"),
         env.get("MLFABRIC_DUMP_FILE") or env.get("TORCH_FR_DUMP_TEMP_FILE") or default,
         entries if entries is not None and entries > 0 else 2000,
+        pace if pace is not None else _flag(env, "MLFABRIC_PACE"),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,15 +21,24 @@ from mlfabric.torch.work import FabricWork
 MAX_TAG = 2**32 - 1
 
 
+@dataclass(frozen=True)
+class Options:
+    """What `init_process_group("mlfabric", pg_options=...)` takes; None: as the environment says."""
+
+    pace: bool | None = None  # spread what collectives send over the time until it is needed
+
+
 def create(options: Any, backend_options: Any) -> FabricProcessGroup:
     """What torch calls for a new group."""
-    del backend_options  # there are none
+    if not isinstance(backend_options, Options | None):
+        raise CollectiveError("pg_options of backend mlfabric are mlfabric.torch.Options(...)")
     session, owned = session_for(
         options.store,
         options.group_rank,
         options.group_size,
         options.global_ranks_in_group,
         options.timeout,
+        None if backend_options is None else backend_options.pace,
     )
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     name = str(options.group_id) if options.global_ranks_in_group else "world"
