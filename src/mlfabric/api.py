@@ -389,6 +389,7 @@ def join(
     engine: str | None = None,
     max_rate: str | float | None = None,
     job_max_rate: str | float | None = None,
+    pace: bool | None = None,
     timeout: float = 10.0,
 ) -> Fabric:
     """Become a member. `address` is the scheduler's; under torchrun none is needed and rank 0 embeds it.
@@ -399,7 +400,7 @@ def join(
     `max_rate` is what this host may send, `job_max_rate` what the job may send from any one host;
     `scheduler=True` embeds the scheduler here and listens at `address`; `tls` is a folder made by
     `mlfabric certs`; `engine` is where the network is served: by a "thread" (the default), by a "process" of
-    its own, or "auto".
+    its own, or "auto"; `pace=True` spreads the bytes of collectives over the time until they are needed.
     """
     settings = from_environment(
         address,
@@ -417,6 +418,7 @@ def join(
         engine=engine,
         max_rate=max_rate,
         job_max_rate=job_max_rate,
+        pace=pace,
     )
     return join_with(settings, roles, timeout)
 

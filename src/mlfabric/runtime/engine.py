@@ -70,12 +70,13 @@ class Engine:
         insecure: bool = False,
         job_secrets: Mapping[str, bytes] | None = None,
         tls: Tls | None = None,
+        pace: bool = False,
     ) -> None:
         self.name = name
         self.log = log
         self.allowance = Allowance()
         self.node = Node(name, self, data, log)
-        self.mesh = Mesh(Switchboard(name), self._open_link, self._link_ended)
+        self.mesh = Mesh(Switchboard(name), self._open_link, self._link_ended, pace)
         self.groups = GroupCalls(name, self.mesh.board, self.call, self._request_group)
         self.client = Client(NodeCourier(self.node, self.call, self.groups), self.groups)
         self.answers: Answers = self.client
