@@ -26,11 +26,11 @@ from mlfabric.groupcalls import Answer
 from mlfabric.messages import MEMBER_ROLES, JobSettings, RulePiece, RuleSpec, StepSettings
 from mlfabric.numerics import Vector
 from mlfabric.rules import Rounds, Rule, make_rule
+from mlfabric.runtime.counters import Traffic
 from mlfabric.runtime.engine import Engine
 from mlfabric.runtime.lag import EngineWatch, choose_engine
 from mlfabric.runtime.membership import make_engine, prepare_engine
 from mlfabric.runtime.remote import RemoteEngine
-from mlfabric.runtime.transfers import Traffic
 
 ALL_ROLES = MEMBER_ROLES
 # How long calls wait where the caller does not say.
@@ -141,7 +141,7 @@ class Fabric:
 
     @property
     def traffic(self) -> Traffic:
-        """Payload bytes sent to and received from each peer so far."""
+        """Payload bytes sent to and received from each peer so far, those of collectives included."""
         return self._engine.traffic
 
     def publish(
@@ -387,6 +387,9 @@ def join(
     insecure: bool | None = None,
     tls: str | Path | None = None,
     engine: str | None = None,
+    max_rate: str | float | None = None,
+    job_max_rate: str | float | None = None,
+    pace: bool | None = None,
     timeout: float = 10.0,
 ) -> Fabric:
     """Become a member. `address` is the scheduler's; under torchrun none is needed and rank 0 embeds it.
@@ -394,9 +397,10 @@ def join(
     first of them schedules if nobody does.
 
     `up` and `down` are the rates of this host's link ("200mbit"); `roles` what this member may be used for;
+    `max_rate` is what this host may send, `job_max_rate` what the job may send from any one host;
     `scheduler=True` embeds the scheduler here and listens at `address`; `tls` is a folder made by
     `mlfabric certs`; `engine` is where the network is served: by a "thread" (the default), by a "process" of
-    its own, or "auto".
+    its own, or "auto"; `pace=True` spreads the bytes of collectives over the time until they are needed.
     """
     settings = from_environment(
         address,
@@ -412,6 +416,9 @@ def join(
         host=host,
         tls=tls,
         engine=engine,
+        max_rate=max_rate,
+        job_max_rate=job_max_rate,
+        pace=pace,
     )
     return join_with(settings, roles, timeout)
 

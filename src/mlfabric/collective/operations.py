@@ -50,6 +50,13 @@ class Operation:
     # Where memory can be had only when all sizes are known: the announcements by rank, ours included.
     prepare: Callable[[Mapping[int, Announcement]], tuple[Buffers, list[Segment]]] | None = None
 
+    @property
+    def moved_bytes(self) -> int:
+        """How large it is, in bytes of this rank's memory."""
+        if self.rounds:
+            return sum(each.moved_bytes for each in self.rounds)
+        return self.size_bytes or sum(len(view) for view in self.buffers.sources.values()) or 1
+
 
 def window_for(size: int, chunk_bytes: int) -> int:
     """Few ranks have to keep more on the way to each than many have."""

@@ -20,6 +20,7 @@ from mlfabric.messages import (
     ControlMessage,
     DrainAnswered,
     DrainWanted,
+    FlowsSeen,
     GroupHeld,
     GroupWanted,
     Heartbeat,
@@ -28,6 +29,8 @@ from mlfabric.messages import (
     LeadYielded,
     Leave,
     LeftOut,
+    LimitAnswered,
+    LimitWanted,
     NewTerm,
     NodeLost,
     NotApplied,
@@ -123,9 +126,12 @@ class Scheduler:
                 return self._admission.beat(sender, message, now)
             case NewTerm():
                 return self._admission.succeeded(sender, message)
-            case RatesLearned():
+            case RatesLearned() | FlowsSeen():
                 self._domain.learn_rates(sender, message, now)
                 return self._handover.better_links(sender, now)
+            case LimitWanted():
+                self._domain.limit(message, now)
+                return []
             case DrainWanted():
                 answer, actions = self._handover.drain(message)
                 alone = answer.error and sender == message.target
@@ -201,18 +207,18 @@ class Scheduler:
     def _form(self, job: Job, name: str) -> list[Action]:
         hosts = {node: member.host for node, member in self._domain.members.items()}
         return job.groups.check(
-            name, self._domain.workers(job), self._domain.absent(job), hosts, self._domain.network
+            name, self._domain.workers(job), self._domain.absent(job), hosts, self._domain.network_of(job)
         )
 
     def _look_after_groups(self, now: float) -> list[Action]:
         actions: list[Action] = []
         for job in self._domain.jobs.values():
             actions += job.groups.tell_pending(self._domain.workers(job), self._domain.absent(job), now)
-            actions += job.groups.replan(self._domain.network, now)
+            actions += job.groups.replan(self._domain.network_of(job), now)
         return actions
 
     def _plan_due(self, now: float) -> list[Action]:
-        actions: list[Action] = []
+        actions = self._domain.limits.news(self._domain.members)
         for job in self._domain.jobs.values():
             book = job.book
             if self._domain.draining:
@@ -239,7 +245,8 @@ class Scheduler:
                 if each is not job and each.book is not None
                 for reserved in each.book.entries.reserved(now)
             ]
-            actions += book.plan(self._domain.network, others, self._domain.planned_with(job), now)
+            limit = self._domain.limits.jobs.get(job.name)
+            actions += book.plan(self._domain.network, others, self._domain.planned_with(job), now, limit)
         return actions
 
     def _goes_on(self, job: Job) -> bool:
@@ -250,6 +257,10 @@ class Scheduler:
     def drain(self, target: str, only: str | None = None) -> DrainAnswered:
         """What `DrainWanted` will do, for whoever asks; `only`: members of this job."""
         return self._handover.drain(DrainWanted(target, only), ask=True)[0]
+
+    def limit(self, wanted: LimitWanted, only: str | None = None) -> LimitAnswered:
+        """What `LimitWanted` will do, for whoever asks; `only`: a wish of this job's people."""
+        return self._domain.limits.answer(wanted, self._domain.members, only)
 
     def _drain_on(self, job: Job, now: float) -> list[Action]:
         """One more step for those who leave: their leads, then what they follow, then they themselves."""
@@ -289,12 +300,21 @@ class Scheduler:
                     self._domain.network,
                     self._domain.jobs[member.job].book,
                     self._domain.draining.get(name, ""),
+                    self._domain.limits.of(name, self._domain.members).bytes_per_s,
                 )
                 for name, member in sorted(self._domain.members.items())
                 if only in (None, member.job)
             ),
             jobs=tuple(
-                job_status(name, self._domain.members_of(job), job.book, job.ready, job.failed, now)
+                job_status(
+                    name,
+                    self._domain.members_of(job),
+                    job.book,
+                    job.ready,
+                    job.failed,
+                    now,
+                    self._domain.limits.jobs.get(name),
+                )
                 for name, job in sorted(self._domain.jobs.items())
                 if only in (None, name)
             ),

@@ -20,7 +20,7 @@ ALONE_S = 1.0
 ALONE_RESTARTED_S = 8.0
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
-MakeEngine = Callable[[str, ArrayData, LogSink, tuple[str, int], bytes, bool, Tls | None], AnyEngine]
+MakeEngine = Callable[[str, ArrayData, LogSink, tuple[str, int], bytes, bool, Tls | None, bool], AnyEngine]
 
 
 def make_engine(
@@ -31,8 +31,9 @@ def make_engine(
     secret: bytes,
     insecure: bool,
     tls: Tls | None,
+    pace: bool,
 ) -> Engine:
-    return Engine(name, data, log, listen, secret, insecure, tls=tls)
+    return Engine(name, data, log, listen, secret, insecure, tls=tls, pace=pace)
 
 
 def prepare_engine(
@@ -47,7 +48,7 @@ def prepare_engine(
     else:
         # The address by which the scheduler is reached is the one by which it reaches us.
         listen, leader = settings.listen or (found.ours, 0), found.scheduler
-    engine = make(settings.name, data, log, listen, settings.secret, settings.insecure, tls)
+    engine = make(settings.name, data, log, listen, settings.secret, settings.insecure, tls, settings.pace)
     engine.reception.job = settings.job
     if found is None:
         engine.node.start_role(
@@ -65,6 +66,8 @@ def prepare_engine(
         job=settings.job,
         rack=settings.rack,
         rates_guessed=settings.rates_guessed,
+        max_rate_bytes_per_s=settings.max_rate_bytes_per_s,
+        job_max_rate_bytes_per_s=settings.job_max_rate_bytes_per_s,
     )
     engine.node.start_role("member", MemberSettings(member, leader, settings.expected))
     return engine, leader

@@ -100,8 +100,9 @@ class OutpostEngine(Engine):
         secret: bytes,
         insecure: bool,
         tls: Tls | None,
+        pace: bool,
     ) -> None:
-        super().__init__(name, data, log, listen, secret, insecure, tls=tls)
+        super().__init__(name, data, log, listen, secret, insecure, tls=tls, pace=pace)
         self._channel = channel
         self._shared = shared
         self._parent = parent

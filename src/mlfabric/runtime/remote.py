@@ -38,7 +38,7 @@ from mlfabric.roles.actions import Action, FailJob, ResolvePull
 from mlfabric.runtime import orders
 from mlfabric.runtime.arena import SharedMemory
 from mlfabric.runtime.channel import Channel
-from mlfabric.runtime.transfers import Traffic
+from mlfabric.runtime.counters import Traffic
 
 logger = logging.getLogger("mlfabric")
 
