@@ -107,7 +107,7 @@ class FailOver:
         job.promoting[index] = (replica, why)
         epoch = shard.range.epoch + 1
         return [
-            Note("failing-over", f"shard {index} from {node} to {replica}: {reason}", loud=True),
+            Note("failing-over", f"shard {index} from {node} to {replica}: {reason}", loud=reason != LEFT),
             Send(replica, f"replica.{index}", Promote(index, epoch, why)),
         ]
 
