@@ -61,6 +61,7 @@ class RemoteEngine:
     def __init__(self, settings: Settings, roles: tuple[str, ...], timeout: float) -> None:
         self.name = settings.name
         self.leader = ""
+        self._owner = os.getpid()
         self._ended: str | None = None  # why nothing more will come
         self._stopping = False
         self._lock = threading.Lock()
@@ -132,6 +133,8 @@ class RemoteEngine:
 
     def stop(self, linger_s: float = 1.0) -> None:
         """Have it wait for the scheduler's good-bye, for a short while at most, and end."""
+        if os.getpid() != self._owner:
+            return  # a fork has our socket, not the engine
         self._stopping = True
         self._send(orders.Stop(linger_s))
         try:
@@ -154,6 +157,8 @@ class RemoteEngine:
         self._send(orders.SegmentMade(number, size), descriptor)
 
     def _send(self, record: orders.Record, *descriptors: int) -> None:
+        if os.getpid() != self._owner:
+            raise FabricError(f"{self.name} belongs to the process that joined; a fork of it can't use it")
         loans = self.shared.to_return()
         records = [record] if not loans else [orders.LoansReturned(loans), record]
         with contextlib.suppress(OSError):  # its end is noticed where it is read
@@ -166,7 +171,8 @@ class RemoteEngine:
         self._send(orders.Tell(role, event, buffer, region, dtype))  # type: ignore[arg-type]
 
     def leave(self) -> None:
-        self._send(orders.Leave())
+        if os.getpid() == self._owner:
+            self._send(orders.Leave())
 
     def say(self, record: orders.Record) -> None:
         self._send(record)
@@ -206,9 +212,13 @@ class RemoteEngine:
     # --- from it ----------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        while (records := self._channel.receive()) is not None:
-            for record in records:
-                self._take(record)
+        try:
+            while (records := self._channel.receive()) is not None:
+                for record in records:
+                    self._take(record)
+        except Exception:  # the thread must not die silently: whoever waits would wait for ever
+            logger.exception("what the engine's process of %s said can't be used", self.name)
+            self._process.kill()
         self._end()
 
     def _take(self, record: Any) -> None:
