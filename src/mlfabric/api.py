@@ -7,12 +7,14 @@ long raises TimeoutError and leaves the thing pending.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
+import msgspec
 import numpy as np
 
 from mlfabric.client import Committed, Dropped, Model, Outcome
@@ -21,18 +23,21 @@ from mlfabric.config import Settings, format_address, from_environment
 from mlfabric.data import ArrayData
 from mlfabric.errors import FabricError
 from mlfabric.groupcalls import Answer
-from mlfabric.messages import MEMBER_ROLES, JobSettings, RulePiece, RuleSpec
+from mlfabric.messages import MEMBER_ROLES, JobSettings, RulePiece, RuleSpec, StepSettings
 from mlfabric.numerics import Vector
-from mlfabric.rules import Rule, make_rule
+from mlfabric.rules import Rounds, Rule, make_rule
+from mlfabric.runtime.counters import Traffic
 from mlfabric.runtime.engine import Engine
 from mlfabric.runtime.lag import EngineWatch, choose_engine
 from mlfabric.runtime.membership import make_engine, prepare_engine
 from mlfabric.runtime.remote import RemoteEngine
-from mlfabric.runtime.transfers import Traffic
 
 ALL_ROLES = MEMBER_ROLES
 # How long calls wait where the caller does not say.
 PATIENCE_S = 60.0
+# How a name is refused that somebody has, and how soon a restarted process tries again.
+TAKEN = "is taken by a living member"
+AGAIN_S = 0.1
 
 Result = TypeVar("Result")
 
@@ -125,13 +130,18 @@ class Fabric:
         return self._settings.expected
 
     @property
+    def worker_count(self) -> int:
+        """Workers of the job that are here now, as far as this member has heard."""
+        return len(self._engine.workers)
+
+    @property
     def lost(self) -> list[str]:
         """Ids of own updates that were committed and did not survive a fail-over."""
         return list(self._client.lost)
 
     @property
     def traffic(self) -> Traffic:
-        """Payload bytes sent to and received from each peer so far."""
+        """Payload bytes sent to and received from each peer so far, those of collectives included."""
         return self._engine.traffic
 
     def publish(
@@ -144,6 +154,8 @@ class Fabric:
         shards: int = 1,
         aggregate: bool = True,
         codec: str = "float32",
+        staleness: int | None = None,
+        wait_for: int | None = None,
         timeout: float = PATIENCE_S,
     ) -> None:
         """Give the job its model and the rule it is updated by. The first caller's count; others must agree
@@ -151,6 +163,10 @@ class Fabric:
 
         `codec` is how updates travel: float32, bfloat16, float16, int8 or topk. What it loses stays with the
         worker and goes with its next update.
+
+        With `staleness` a worker that is more than so many updates ahead of the slowest waits for its next
+        model. With `wait_for` one step is made of the mean of so many gradients, the first that are offered;
+        the model for the next step comes when it is complete, and gradients that come later are dropped.
         """
         self._check_open()
         state: Mapping[str, Mapping[str, Any]] | None = None
@@ -172,27 +188,42 @@ class Fabric:
             shards=shards,
             aggregate=aggregate,
             codec=find_codec(codec).name,
+            staleness=staleness,
+            wait_for=wait_for or 0,
         )
-        _check_settings(settings)
+        _check_settings(settings, max_delay, wait_for)
+        if wait_for is not None:
+            settings = msgspec.structs.replace(settings, max_delay=wait_for - 1, unbounded=False)
+            if wait_for > 1 and not isinstance(rule, Rounds):
+                rule = Rounds(wait_for, rule)
         answer = self._client.publish(arrays, rule, settings, state or None, version)
         _wait(answer, timeout, "the model is not in place; are all members of the job here?")
 
-    def pull(self, timeout: float | None = PATIENCE_S) -> Model:
+    def pull(self, timeout: float | None = PATIENCE_S, aside: bool = False) -> Model:
         """The freshest model."""
-        return self.pull_later().result(timeout)
+        return self.pull_later(aside).result(timeout)
 
-    def pull_later(self) -> Pulling:
-        """Ask for the freshest model; returns at once."""
+    def pull_later(self, aside: bool = False) -> Pulling:
+        """Ask for the freshest model; returns at once. `aside`: not for a next step, so that nobody waits for
+        this worker where steps are bound to each other."""
         self._check_open()
-        return Pulling(self, *self._client.pull())
+        return Pulling(self, *self._client.pull(aside=aside))
 
-    def push(self, update: Mapping[str, Any], copy: bool = False, base: Model | None = None) -> Ticket:
+    def push(
+        self,
+        update: Mapping[str, Any],
+        copy: bool = False,
+        base: Model | None = None,
+        settings: StepSettings | None = None,
+    ) -> Ticket:
         """Offer an update; returns at once. The arrays are borrowed until its outcome, unless copied.
 
-        `base` is the model it was computed from, where that is not the last one pulled.
+        `base` is the model it was computed from, where that is not the last one pulled; `settings` what it is
+        to be applied by, where that is not what was published.
         """
         self._check_open()
-        return Ticket(self, *self._client.push(update, copy, base.versions if base is not None else ()))
+        bases = base.versions if base is not None else ()
+        return Ticket(self, *self._client.push(update, copy, bases, settings))
 
     def all_reduce(self, array: Vector, timeout: float | None = PATIENCE_S, combine: str = "sum") -> Vector:
         """Sum an array over all workers of the job, in place; bit-identical everywhere.
@@ -231,6 +262,7 @@ class Fabric:
                 "name": spec.name,
                 "settings": dict(spec.settings),
                 "pieces": [(p.start, p.stop, p.name, dict(p.settings)) for p in spec.pieces],
+                "every": spec.every,
             },
             "version": min(version.count for version in versions),
             "versions": [(version.epoch, version.count) for version in versions],
@@ -308,10 +340,19 @@ def _rule_spec(written: Mapping[str, Any]) -> RuleSpec:
         RulePiece(int(start), int(stop), str(name), dict(settings))
         for start, stop, name, settings in written.get("pieces", ())
     )
-    return RuleSpec(str(written["name"]), dict(written["settings"]), pieces)
+    every = int(written.get("every", 1))
+    return RuleSpec(str(written["name"]), dict(written["settings"]), pieces, every)
 
 
-def _check_settings(settings: JobSettings) -> None:
+def _check_settings(settings: JobSettings, max_delay: int | str, wait_for: int | None) -> None:
+    if wait_for is not None and wait_for < 1:
+        raise FabricError(f"a step waits for at least one gradient, so wait_for is not {wait_for}")
+    if settings.staleness is not None and settings.staleness < 0:
+        raise FabricError(f"staleness counts steps, so {settings.staleness} is too small; zero or more")
+    if settings.wait_for and settings.staleness is not None:
+        raise FabricError("steps are bound by staleness= or made of the first wait_for= gradients, not both")
+    if settings.wait_for and max_delay != "auto":
+        raise FabricError("wait_for= drops what is not of the current step; max_delay= has no say in it")
     if settings.max_delay is not None and settings.max_delay < 0:
         raise FabricError(f"max_delay counts updates, so {settings.max_delay} is too small; zero or more")
     if settings.divergence is not None and not 0 <= settings.divergence < np.inf:
@@ -346,14 +387,20 @@ def join(
     insecure: bool | None = None,
     tls: str | Path | None = None,
     engine: str | None = None,
+    max_rate: str | float | None = None,
+    job_max_rate: str | float | None = None,
+    pace: bool | None = None,
     timeout: float = 10.0,
 ) -> Fabric:
     """Become a member. `address` is the scheduler's; under torchrun none is needed and rank 0 embeds it.
+    Several addresses, with commas between them, are asked by turns; any member's will do. Who listens at the
+    first of them schedules if nobody does.
 
     `up` and `down` are the rates of this host's link ("200mbit"); `roles` what this member may be used for;
+    `max_rate` is what this host may send, `job_max_rate` what the job may send from any one host;
     `scheduler=True` embeds the scheduler here and listens at `address`; `tls` is a folder made by
     `mlfabric certs`; `engine` is where the network is served: by a "thread" (the default), by a "process" of
-    its own, or "auto".
+    its own, or "auto"; `pace=True` spreads the bytes of collectives over the time until they are needed.
     """
     settings = from_environment(
         address,
@@ -369,12 +416,27 @@ def join(
         host=host,
         tls=tls,
         engine=engine,
+        max_rate=max_rate,
+        job_max_rate=job_max_rate,
+        pace=pace,
     )
     return join_with(settings, roles, timeout)
 
 
 def join_with(settings: Settings, roles: tuple[str, ...], timeout: float = 10.0) -> Fabric:
     """`join` with everything already decided."""
+    until = time.monotonic() + timeout
+    while True:
+        try:
+            return _join_once(settings, roles, max(until - time.monotonic(), AGAIN_S))
+        except FabricError as error:
+            # The life before ours may hold our name until its end is noticed.
+            if not settings.restarted or TAKEN not in str(error) or time.monotonic() + AGAIN_S >= until:
+                raise
+        time.sleep(AGAIN_S)
+
+
+def _join_once(settings: Settings, roles: tuple[str, ...], timeout: float) -> Fabric:
     for role in roles:
         if role not in ALL_ROLES:
             raise FabricError(f"unknown role {role!r}; roles are {', '.join(ALL_ROLES)}")

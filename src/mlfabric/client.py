@@ -30,7 +30,7 @@ from mlfabric.events import (
     UpdateSubmitted,
 )
 from mlfabric.groupcalls import Answer, GroupCalls, Groups, OperationCall
-from mlfabric.messages import JobSettings, RuleSpec, Version, update_id
+from mlfabric.messages import JobSettings, RuleSpec, StepSettings, Version, update_id
 from mlfabric.node import Node
 from mlfabric.numerics import Layout, Vector
 from mlfabric.roles.actions import (
@@ -44,7 +44,7 @@ from mlfabric.roles.actions import (
     ResolvePull,
     ResolveUpdate,
 )
-from mlfabric.rules import Rule, Sum
+from mlfabric.rules import Rounds, Rule, Sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ class Client:
         version: int = 0,
     ) -> Answer:
         layout = Layout.of(arrays)
-        if isinstance(rule, Sum):
+        if isinstance(rule, Sum | Rounds):
             settings = msgspec.structs.replace(settings, weigh=False)
         parts = [arrays, *((state or {})[name] for name in sorted(state or {}))]
         if state and len(state) != rule.vectors:
@@ -197,7 +197,11 @@ class Client:
         return self._ask("publish", "worker", event, "publish", whole)
 
     def push(
-        self, update: Mapping[str, Any], copy: bool = False, bases: tuple[Version, ...] = ()
+        self,
+        update: Mapping[str, Any],
+        copy: bool = False,
+        bases: tuple[Version, ...] = (),
+        settings: StepSettings | None = None,
     ) -> tuple[str, Answer]:
         layout = self._known_layout()
         vector = None if copy else layout.as_it_is(update)
@@ -215,12 +219,12 @@ class Client:
                 vector = self._feedback.code(name, vector)
             norm = float(np.linalg.norm(vector))
             size_bytes = self._feedback.size_bytes
-        event = UpdateSubmitted(name, buffer, size_bytes, norm, bases)
+        event = UpdateSubmitted(name, buffer, size_bytes, norm, bases, settings)
         return name, self._ask(name, "worker", event, buffer, vector)
 
-    def pull(self, with_state: bool = False) -> tuple[str, Answer]:
+    def pull(self, with_state: bool = False, aside: bool = False) -> tuple[str, Answer]:
         name = f"{self.label}.pull{self._next('pull')}"
-        return name, self._ask(name, "worker", PullRequested(name, with_state))
+        return name, self._ask(name, "worker", PullRequested(name, with_state, aside or with_state))
 
     def durable(self, update: str) -> Answer:
         return self._ask(f"durable/{update}", "worker", DurabilityRequested(update))

@@ -9,7 +9,7 @@ import numpy as np
 
 from mlfabric.errors import ShapeMismatch
 from mlfabric.messages import ArraySpec
-from mlfabric.rules import GradientSum, Rule
+from mlfabric.rules import GradientSum, Rounds, Rule
 from mlfabric.rules import Vector as Vector
 
 
@@ -103,9 +103,10 @@ class ShardStore:
         self.coming_image: Vector | None = None  # what is on its way to it
         self._staged: tuple[Vector, list[Vector], int] | None = None
 
-    def stage(self, total: Vector, weight: float, members: int) -> None:
+    def stage(self, total: Vector, weight: float, members: int, rule: Rule | None = None) -> None:
+        """Compute a step by the shard's rule, or by one with other settings that came with the update."""
         got = GradientSum(total, weight, members, self.count)
-        step, state = self.rule.step(got, self.weights, self.state)
+        step, state = (rule or self.rule).step(got, self.weights, self.state)
         self._staged = (step, state, members)
 
     def measure(self) -> tuple[float, float, float]:
@@ -135,6 +136,8 @@ class ShardStore:
         self.weights[:] = values[:size]
         if with_state:
             self.state = [values[i * size : (i + 1) * size].copy() for i in range(1, 1 + self.rule.vectors)]
+        elif isinstance(self.rule, Rounds):
+            self.state = self.rule.begun_anew(self.state)
         self.count = count
 
     def snapshot(self, with_state: bool, with_staged: bool) -> Vector:

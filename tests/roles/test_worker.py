@@ -48,7 +48,8 @@ from mlfabric.roles.actions import (
     StartTransfer,
     WorkerSettings,
 )
-from mlfabric.roles.worker import AGAIN_S, RETRY_S, Worker
+from mlfabric.roles.publication import AGAIN_S
+from mlfabric.roles.worker import RETRY_S, Worker
 from tests.roles.feeding import RULE, SETTINGS, Fed, notes, of, one, said, sent, shard
 
 ARRAYS = (ArraySpec("w", (20,), "float32"),)

@@ -29,6 +29,6 @@ def test_scheduler_believes_learned_rates_but_no_nonsense(
     scheduler.handle(MessageReceived("w0", Join(member, 1)), 0.0)
     scheduler.handle(MessageReceived("w0", learned), 0.1)
     scheduler.handle(MessageReceived("stranger", RatesLearned(1.0, 1.0)), 0.2)
-    host = scheduler._network.hosts["h0"]
+    host = scheduler._domain.network.hosts["h0"]
     assert (host.up_bytes_per_s, host.down_bytes_per_s) == believed
     scheduler.validate()

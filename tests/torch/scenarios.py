@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import io
 import os
 import random
+import runpy
 import signal
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -533,3 +536,20 @@ def built_upon(rank: int, size: int, folder: str) -> Any:
     answers["many"] = all(work.wait() for work in works)
     dist.destroy_process_group()
     return answers
+
+
+def example(rank: int, size: int, folder: str, port: int, script: str, arguments: list[str]) -> str:
+    """A script as torchrun would start it; what it prints."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="example",
+    )
+    sys.argv = [script, *arguments]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        runpy.run_path(script, run_name="__main__")
+    return said.getvalue()

@@ -20,7 +20,7 @@ from mlfabric.messages import (
     ShardRange,
     ShardReport,
 )
-from mlfabric.roles.orderbook import ShardBook
+from mlfabric.roles.entries import ShardBook
 
 Reports = dict[int, list[tuple[str, ShardReport]]]  # by shard: (node, what it said)
 Holdings = dict[int, list[tuple[str, ReplicaReport]]]

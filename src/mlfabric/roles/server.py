@@ -1,8 +1,9 @@
 """The server: leads a shard, applies updates in the order it is given, exactly once each.
 
 It is the last judge of both bounds: no update older than the delay bound is applied, and no step becomes
-visible that would take the model further from its replica than the divergence bound allows. How far the
-replica may fall behind, and what is in flight to it, is `roles.replication`'s business.
+visible that would take the model further from its replica than the divergence bound allows. Bytes that come
+are taken in by `roles.parcels`, the order is kept in `roles.lineup`; how far the replica may fall behind, and
+what is in flight to it, is `roles.replication`'s business.
 """
 
 from __future__ import annotations
@@ -26,13 +27,11 @@ from mlfabric.events import (
 )
 from mlfabric.messages import (
     Aggregate,
-    AppliedReport,
     ControlMessage,
     DurableWanted,
     InitialPart,
     JudgeUpdate,
     LeadYielded,
-    LeftOut,
     MemberUpdate,
     NotApplied,
     PullServed,
@@ -43,20 +42,11 @@ from mlfabric.messages import (
     ServePull,
     SettleSlot,
     ShardReady,
-    ShardReport,
-    Slot,
-    SlotLate,
     SlotWithdrawn,
-    UpdateApplied,
-    UpdatePart,
-    UpdateRefused,
-    Version,
     WithdrawSlot,
     YieldLead,
-    count_at,
 )
 from mlfabric.roles.actions import (
-    AcceptTransfer,
     Action,
     CommitStep,
     CreateShard,
@@ -65,35 +55,15 @@ from mlfabric.roles.actions import (
     FreeBuffer,
     MeasureStep,
     Note,
-    RefuseTransfer,
     Send,
     ServerSettings,
 )
 from mlfabric.roles.applied import AppliedSet
+from mlfabric.roles.lineup import Lineup, SlotPlace
+from mlfabric.roles.parcels import Parcel, Parcels
 from mlfabric.roles.release import MAX_RATE
-from mlfabric.roles.replication import ReplicaLink
 from mlfabric.roles.serving import Serving
-
-
-@dataclass(slots=True)
-class _Parcel:
-    """Bytes for this shard: one update, or a sum of several."""
-
-    buffer: str
-    weight: float
-    members: tuple[MemberUpdate, ...] | None  # of an aggregate; a single update's are in its slot
-    complete: bool = False
-
-
-@dataclass(slots=True)
-class _Place:
-    """A slot of the order that is neither applied nor given up."""
-
-    slot: Slot
-    lease_until: float
-    overdue: bool = False  # its lease has ended; that matters once it blocks others
-    complained: bool = False
-    frozen: bool = False  # a withdrawal is being decided
+from mlfabric.roles.standing import Standing
 
 
 @dataclass(slots=True)
@@ -102,7 +72,7 @@ class _Staged:
 
     number: int
     members: tuple[MemberUpdate, ...]
-    parcel: _Parcel
+    parcel: Parcel
     divergence: float = 0.0
     withheld_since: float | None = None
 
@@ -123,25 +93,17 @@ class ServerStatistics(msgspec.Struct, frozen=True):
 class Server:
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
-        self._shard = settings.shard.index
-        self._epoch = settings.shard.epoch
-        self._version = settings.version
-        self._applied = AppliedSet(settings.applied)
-        self._filled = settings.promoted
-        self._max_delay: int | None = settings.settings.max_delay
-        self._places: dict[int, _Place] = {}  # by number, ascending
-        self._parcels: dict[str, _Parcel] = {}  # by update or group
-        self._arriving: dict[str, str] = {}  # transfer -> key of its parcel
-        self._initial: dict[str, InitialPart] = {}
-        self._withdrawn: set[str] = set()  # updates given up; late bytes of theirs are refused
-        self._staged: _Staged | None = None
+        self._standing = Standing(settings)
+        self._shard = self._standing.shard
+        self._epoch = self._standing.epoch
+        self._link = self._standing.link
+        self._parcels = Parcels(self._standing)
+        self._lineup = Lineup(self._standing, self._parcels)
         self._serving = Serving(self._shard, self._epoch)
-        self._link = ReplicaLink(self._shard, self._epoch, settings.settings.divergence, settings.fail_overs)
+        self._staged: _Staged | None = None
         self._counts = {"applied": 0, "messages": 0, "aggregated": 0, "overtaken": 0, "withheld": 0}
-        self._divergence = 0.0
         self._largest_delay = 0
         self._within_bound = True
-        self._term = 0
         self._lease_until: float | None = None  # none: it has never been limited
         self._yielding = False  # the lead moves to the replica once that holds everything
         self._fenced = False  # a step waits because nobody says that we still lead
@@ -159,8 +121,11 @@ class Server:
                 return self._replica_has(sender, held, now)
             case MessageReceived(message=message):
                 return self._on_message(message, now)
+            case TransferArriving(about=Aggregate() as about) if self._parcels.is_known(about):
+                self._lineup.drop_place_of(about.group)
+                return self._parcels.arrive(event)
             case TransferArriving():
-                return self._arrive(event)
+                return self._parcels.arrive(event)
             case TransferFinished(transfer=transfer):
                 return self._arrived(transfer, now)
             case TransferSent(transfer=transfer):
@@ -176,8 +141,7 @@ class Server:
             case PeerLost(node=node) if self._link.waits_for(node):
                 return self._link.broke(now)
             case DeadlinePassed():
-                for place in self._places.values():
-                    place.overdue = place.overdue or now >= place.lease_until
+                self._lineup.mark_overdue(now)
                 return [*self._retry_replication(now), *self._advance(now)]
         return []
 
@@ -185,13 +149,13 @@ class Server:
         match message:
             case Sequence():
                 return self._sequenced(message, now)
-            case WithdrawSlot(number=number, reason=reason):
-                return self._withdraw(number, reason)
+            case WithdrawSlot(number=number):
+                return self._withdraw(number)
             case SettleSlot():
                 return self._settle(message, now)
             case JudgeUpdate(member=member):
-                if member.update in self._applied:
-                    return self._acknowledge_again(member)
+                if member.update in self._standing.applied:
+                    return self._parcels.acknowledge_again(member)
                 return [self._tell(NotApplied(self._shard, member.update))]
             case ServePull():
                 self._serving.wanted.append(message)
@@ -207,79 +171,18 @@ class Server:
         return []
 
     def _tell(self, message: ControlMessage) -> Send:
-        return Send(self._settings.scheduler, "scheduler", message)
-
-    # --- bytes come in ----------------------------------------------------------------------------------
-
-    def _arrive(self, event: TransferArriving) -> list[Action]:
-        match event.about:
-            case InitialPart() as about:
-                self._initial[event.transfer] = about
-                return [AcceptTransfer(event.transfer, f"initial/{self._shard}")]
-            case UpdatePart() as about:
-                refusal = self._refusal(about.epoch, about.term, about.update)
-                if about.update in self._applied:
-                    refusal = f"{about.update} is already applied"
-                if refusal:
-                    return [RefuseTransfer(event.transfer, refusal)]
-                return self._accept(event, about.update, _Parcel("", about.weight, None))
-            case Aggregate() as about:
-                return self._arrive_aggregate(event, about)
-        return [RefuseTransfer(event.transfer, "a server takes updates and sums of them only")]
-
-    def _arrive_aggregate(self, event: TransferArriving, about: Aggregate) -> list[Action]:
-        refusal = self._refusal(about.epoch, about.term, about.group)
-        if refusal:
-            return [RefuseTransfer(event.transfer, refusal)]
-        if any(member.update in self._applied for member in about.members):
-            self._drop_place_of(about.group)
-            refused = RefuseTransfer(event.transfer, f"a member of {about.group} is already applied")
-            return [refused, *self._refuse_known(about.group, about.members)]
-        return self._accept(event, about.group, _Parcel("", about.weight, about.members))
-
-    def _refuse_known(self, group: str, members: tuple[MemberUpdate, ...]) -> list[Action]:
-        """A sum with a member that is already in can't be taken apart: the others are offered again."""
-        known = [member for member in members if member.update in self._applied]
-        rest = tuple(member.update for member in members if member.update not in self._applied)
-        reason = f"{', '.join(member.update for member in known)} in group {group} already applied"
-        actions: list[Action] = [Note("refused", reason, rest)]
-        for member in known:
-            actions += self._acknowledge_again(member)
-        if rest:
-            actions.append(self._tell(LeftOut(group, self._shard, rest, reason)))
-        return [*actions, *self._free_parcel(group)]
-
-    def _refusal(self, epoch: int, term: int, key: str) -> str | None:
-        if epoch != self._epoch:
-            return f"meant for epoch {epoch}, this is {self._epoch}"
-        if term < self._term:
-            return f"granted in term {term}, this is {self._term}"
-        if key in self._withdrawn:
-            return f"{key} was given up"
-        held = self._parcels.get(key)
-        return f"{key} is already here" if held is not None and held.complete else None
-
-    def _accept(self, event: TransferArriving, key: str, parcel: _Parcel) -> list[Action]:
-        parcel.buffer = f"parcel/{event.transfer}"
-        self._parcels[key] = parcel
-        self._arriving[event.transfer] = key
-        return [AcceptTransfer(event.transfer, parcel.buffer)]
+        return self._standing.tell(message)
 
     def _arrived(self, transfer: str, now: float) -> list[Action]:
-        if transfer in self._initial:
-            return self._fill(self._initial.pop(transfer), now)
-        key = self._arriving.pop(transfer, None)
-        if key is None:
-            return []
-        parcel = self._parcels.get(key)
-        if parcel is None or parcel.buffer != f"parcel/{transfer}":
-            return [FreeBuffer(f"parcel/{transfer}")]
-        parcel.complete = True
-        return self._advance(now)
+        initial = self._parcels.initial_arrived(transfer)
+        if initial is not None:
+            return self._fill(initial, now)
+        complete, actions = self._parcels.arrived(transfer)
+        return self._advance(now) if complete else actions
 
     def _fill(self, about: InitialPart, now: float) -> list[Action]:
-        self._filled = True
-        self._version = about.version
+        self._standing.filled = True
+        self._standing.version = about.version
         buffer = f"initial/{self._shard}"
         filled: list[Action] = [
             FillShard(self._shard, buffer, about.with_state, about.version),
@@ -293,118 +196,49 @@ class Server:
             return self._sent(transfer)
         if self._link.is_transfer(transfer):
             return self._link.broke(now)
-        key = self._arriving.pop(transfer, None)
-        if key is None:
-            return []
-        parcel = self._parcels.get(key)
-        if parcel is not None and parcel.buffer == f"parcel/{transfer}":
-            del self._parcels[key]
-        return [FreeBuffer(f"parcel/{transfer}")]
-
-    # --- the order --------------------------------------------------------------------------------------
+        return self._parcels.failed(transfer)
 
     def _sequenced(self, message: Sequence, now: float) -> list[Action]:
         if message.epoch != self._epoch:
             return []
-        self._max_delay = message.max_delay
-        actions: list[Action] = []
-        for slot in message.slots:
-            if slot.group is None and slot.members[0].update in self._applied:
-                actions += self._acknowledge_again(slot.members[0])
-                continue
-            for member in slot.members:
-                self._withdrawn.discard(member.update)
-            self._places[slot.number] = _Place(slot, now + slot.lease_s)
-        return actions + self._advance(now)
-
-    def _acknowledge_again(self, member: MemberUpdate) -> list[Action]:
-        """It came a second time, after a fault: the worker hears that it is in, the scheduler too."""
-        version = Version(self._epoch, self._version)
-        ack = UpdateApplied(member.update, self._shard, version, 0, self._link.durable_version())
-        return [
-            Send(member.worker, "worker", ack),
-            self._tell(self._report((member.update,))),
-            *self._free_parcel(member.update),
-        ]
-
-    def _report(self, updates: tuple[str, ...]) -> AppliedReport:
-        return AppliedReport(
-            self._shard,
-            self._epoch,
-            self._version,
-            updates,
-            self._divergence,
-            self._link.acknowledged_version(),
-        )
+        self._standing.max_delay = message.max_delay
+        return [*self._lineup.add(message, now), *self._advance(now)]
 
     def _advance(self, now: float) -> list[Action]:
         """Stage the next step whose turn it is; complain about who is late where that blocks others."""
-        if self._staged is not None or not self._filled:
+        if self._staged is not None or not self._standing.filled:
             return []
-        waiting: list[_Place] = []
+        waiting: list[SlotPlace] = []
         limit = self._serving.last_number_allowed()
-        for number, place in self._places.items():
+        for number, place in self._lineup.places.items():
             if limit is not None and number > limit:
                 break
-            parcel = self._parcel_of(place)
+            parcel = self._parcels.of(place.slot)
             if parcel is None or not parcel.complete or place.frozen:
                 waiting.append(place)
                 continue
             members = parcel.members or place.slot.members
-            if place.slot.group is not None and any(m.update in self._applied for m in members):
-                del self._places[number]
-                return [*self._refuse_known(place.slot.group, members), *self._advance(now)]
-            if not self._may_overtake(waiting, len(members)):
-                return self._complain(waiting, now)
+            if place.slot.group is not None and any(m.update in self._standing.applied for m in members):
+                del self._lineup.places[number]
+                return [*self._parcels.refuse_known(place.slot.group, members), *self._advance(now)]
+            if not self._lineup.may_overtake(waiting, len(members)):
+                return self._lineup.complain(waiting, now)
             return self._stage(number, place, members, parcel, waiting, now)
         return []
-
-    def _parcel_of(self, place: _Place) -> _Parcel | None:
-        key = place.slot.group or place.slot.members[0].update
-        return self._parcels.get(key)
-
-    def _may_overtake(self, waiting: list[_Place], count: int) -> bool:
-        """Whether all that wait would still be within their bound after `count` others went ahead."""
-        if self._max_delay is None:
-            return True
-        position = self._version + count
-        for place in waiting:
-            for member in place.slot.members:
-                if position - self._base_count(member) > self._max_delay:
-                    return False
-                position += 1
-        return True
-
-    def _base_count(self, member: MemberUpdate) -> int:
-        return count_at(member.base, self._settings.fail_overs)
-
-    def _complain(self, waiting: list[_Place], now: float) -> list[Action]:
-        actions: list[Action] = []
-        for place in waiting:
-            if place.overdue and not place.complained:
-                place.complained = True
-                silent = now - place.lease_until + place.slot.lease_s
-                actions.append(self._tell(SlotLate(self._shard, place.slot.number, silent)))
-        return actions
 
     def _stage(
         self,
         number: int,
-        place: _Place,
+        place: SlotPlace,
         members: tuple[MemberUpdate, ...],
-        parcel: _Parcel,
-        waiting: list[_Place],
+        parcel: Parcel,
+        waiting: list[SlotPlace],
         now: float,
     ) -> list[Action]:
-        del self._places[number]
-        too_old = [
-            member.update
-            for offset, member in enumerate(members)
-            if self._max_delay is not None
-            and self._version + offset - self._base_count(member) > self._max_delay
-        ]
+        del self._lineup.places[number]
+        too_old = self._standing.too_old(members)
         if too_old:
-            return [*self._refuse_old(place, members, too_old), *self._advance(now)]
+            return [*self._lineup.refuse_old(place, members, too_old), *self._advance(now)]
         self._counts["overtaken"] += len(waiting)
         self._staged = _Staged(number, members, parcel)
         actions: list[Action] = []
@@ -412,32 +246,8 @@ class Server:
             names = ", ".join(m.update for w in waiting for m in w.slot.members)
             note = Note("overtook", f"{names} still in transit, within their bound", _names(members))
             actions.append(note)
-        return [*actions, MeasureStep(self._shard, parcel.buffer, parcel.weight, len(members))]
-
-    def _refuse_old(
-        self, place: _Place, members: tuple[MemberUpdate, ...], too_old: list[str]
-    ) -> list[Action]:
-        key = place.slot.group or members[0].update
-        reason = f"older than the bound of {self._max_delay} when its turn came"
-        rest = tuple(member.update for member in members if member.update not in too_old)
-        actions: list[Action] = [
-            Send(member.worker, "worker", UpdateRefused(member.update, self._shard, reason))
-            for member in members
-            if member.update in too_old
-        ]
-        actions += [self._tell(UpdateRefused(update, self._shard, reason)) for update in too_old]
-        if rest:
-            actions.append(self._tell(LeftOut(place.slot.group or "", self._shard, rest, reason)))
-        return [*actions, *self._free_parcel(key)]
-
-    def _free_parcel(self, key: str) -> list[Action]:
-        parcel = self._parcels.get(key)
-        if parcel is None or not parcel.complete:
-            return []
-        del self._parcels[key]
-        return [FreeBuffer(parcel.buffer)]
-
-    # --- a step becomes visible -------------------------------------------------------------------------
+        step = MeasureStep(self._shard, parcel.buffer, parcel.weight, len(members), parcel.settings)
+        return [*actions, step]
 
     def _measured(self, event: StepMeasured, now: float) -> list[Action]:
         staged = self._staged
@@ -451,7 +261,7 @@ class Server:
             self._counts["withheld"] += 1
         reason = f"divergence would be {event.divergence:.4g}, bound {self._settings.settings.divergence:.4g}"
         note = Note("withheld", reason, _names(staged.members), value=event.divergence)
-        if self._link.is_level(self._version):
+        if self._link.is_level(self._standing.version):
             # The replica holds all there is, and this one step alone exceeds the bound: it goes there first.
             return [note, *self._replicate(reason, now, ahead=True)]
         return [note, *self._replicate(reason, now)]
@@ -461,7 +271,7 @@ class Server:
             return self._hold_back(now)
         staged, self._staged = self._staged, None
         assert staged is not None
-        self._divergence = staged.divergence
+        self._standing.divergence = staged.divergence
         self._counts["messages"] += 1
         self._counts["applied"] += len(staged.members)
         if len(staged.members) > 1:
@@ -469,30 +279,15 @@ class Server:
         actions: list[Action] = [CommitStep(self._shard)]
         acks: list[Action] = []
         for member in staged.members:
-            delay = self._version - self._base_count(member)
+            delay = self._standing.version - self._standing.base_count(member)
             self._largest_delay = max(self._largest_delay, delay)
-            self._within_bound &= self._max_delay is None or delay <= self._max_delay
-            self._version += 1
-            self._applied.add(member.update, member.floor)
-            version = Version(self._epoch, self._version)
-            ack = UpdateApplied(member.update, self._shard, version, delay, self._link.durable_version())
-            acks.append(Send(member.worker, "worker", ack))
-        keys = {staged.members[0].update} | {k for k, p in self._parcels.items() if p is staged.parcel}
-        for key in keys:
-            actions += self._free_parcel(key)
-        actions += [*acks, self._tell(self._report(_names(staged.members)))]
-        return [*actions, *self._drop_applied_places(), *self._serve_pulls(), *self._advance(now)]
-
-    def _drop_applied_places(self) -> list[Action]:
-        """An update that was granted again and came by its first way after all needs no second place."""
-        actions: list[Action] = []
-        for number, place in list(self._places.items()):
-            if place.slot.group is None and place.slot.members[0].update in self._applied:
-                del self._places[number]
-                actions += self._acknowledge_again(place.slot.members[0])
-        return actions
-
-    # --- the scheduler ----------------------------------------------------------------------------------
+            self._within_bound &= self._standing.max_delay is None or delay <= self._standing.max_delay
+            self._standing.version += 1
+            self._standing.applied.add(member.update, member.floor)
+            acks.append(self._standing.acknowledgement(member, delay))
+        actions += self._parcels.free_applied(staged.members[0].update, staged.parcel)
+        actions += [*acks, self._tell(self._standing.report(_names(staged.members)))]
+        return [*actions, *self._lineup.drop_applied_places(), *self._serve_pulls(), *self._advance(now)]
 
     def _hold_back(self, now: float) -> list[Action]:
         """Somebody else may lead this shard by now: nothing is acknowledged until we hear that none does."""
@@ -517,68 +312,32 @@ class Server:
     def _scheduler_changed(self, term: int) -> list[Action]:
         """What the last scheduler granted is forgotten, but for the step that is staged; workers offer the
         rest again. So every update has one way to the model, and the new scheduler knows which."""
-        self._term = term
+        self._standing.term = term
         staged = self._staged.parcel if self._staged is not None else None
-        actions: list[Action] = []
-        for key, parcel in list(self._parcels.items()):
-            if parcel is not staged:
-                actions += self._free_parcel(key)
-                self._parcels.pop(key, None)
-        self._places.clear()
+        actions = self._parcels.free_all_but(staged)
+        self._lineup.places.clear()
         self._serving.wanted.clear()
-        if not self._filled:
+        if not self._standing.filled:
             return actions
-        report = ShardReport(
-            shard=self._settings.shard,
-            version=self._version,
-            applied=self._applied.frozen(),
-            fail_overs=self._settings.fail_overs,
-            replica=self._link.node,
-            replica_version=self._link.acknowledged_version(),
-        )
-        return [*actions, self._tell(report)]
+        return [*actions, self._tell(self._standing.shard_report())]
 
     def end(self) -> list[Action]:
-        return [FreeBuffer(parcel.buffer) for parcel in self._parcels.values()]
+        return self._parcels.end()
 
-    # --- giving up on late ones -------------------------------------------------------------------------
-
-    def _withdraw(self, number: int, reason: str) -> list[Action]:
-        place = self._places.get(number)
-        parcel = self._parcel_of(place) if place is not None else None
-        complete = parcel is not None and parcel.complete
+    def _withdraw(self, number: int) -> list[Action]:
+        gone, complete = self._lineup.freeze(number)
         waiting = complete or (self._staged is not None and self._staged.number == number)
-        gone = place is not None and not complete
-        if place is not None and gone:
-            place.frozen = True
         return [self._tell(SlotWithdrawn(self._shard, self._epoch, number, gone, waiting))]
 
     def _settle(self, message: SettleSlot, now: float) -> list[Action]:
-        place = self._places.get(message.number)
-        if place is None:
+        actions = self._lineup.settle(message)
+        if actions is None:
             return []
-        place.frozen = False
-        actions: list[Action] = []
-        if message.dropped:
-            del self._places[message.number]
-            if message.final:
-                self._withdrawn.update(_names(place.slot.members))
-            if place.slot.group:
-                self._withdrawn.add(place.slot.group)
-            key = place.slot.group or place.slot.members[0].update
-            actions = self._free_parcel(key)
         return [*actions, *self._serve_pulls(), *self._advance(now)]
-
-    def _drop_place_of(self, group: str) -> None:
-        for number, place in list(self._places.items()):
-            if place.slot.group == group:
-                del self._places[number]
-
-    # --- pulls ------------------------------------------------------------------------------------------
 
     def _serve_pulls(self) -> list[Action]:
         applying = self._staged is not None
-        return self._serving.serve(self._version, applying, self._places)
+        return self._serving.serve(self._standing.version, applying, self._lineup.places)
 
     def _sent(self, transfer: str) -> list[Action]:
         pull = self._serving.sent(transfer)
@@ -586,18 +345,16 @@ class Server:
             return []
         return [self._tell(PullServed(pull, self._shard)), *self._serving.free_unused()]
 
-    # --- replication ------------------------------------------------------------------------------------
-
     def _replicate(
         self, reason: str, now: float, rate: float | None = None, ahead: bool = False
     ) -> list[Action]:
-        if not self._filled:
+        if not self._standing.filled:
             return []
-        applied = self._applied
-        version = self._version
+        applied = self._standing.applied
+        version = self._standing.version
         if ahead:
             assert self._staged is not None
-            applied = AppliedSet(self._applied.frozen())
+            applied = AppliedSet(self._standing.applied.frozen())
             for member in self._staged.members:
                 applied.add(member.update, member.floor)
             version += len(self._staged.members)
@@ -606,7 +363,7 @@ class Server:
     def _retry_replication(self, now: float) -> list[Action]:
         if not self._link.retry_due(now):
             return []
-        ahead = self._staged is not None and self._link.is_level(self._version)
+        ahead = self._staged is not None and self._link.is_level(self._standing.version)
         return self._replicate("the last attempt broke off", now, ahead=ahead)
 
     def _replica_has(self, sender: str, message: ReplicaHas, now: float) -> list[Action]:
@@ -626,7 +383,7 @@ class Server:
         if self._staged is not None and self._staged.withheld_since is not None:
             parcel = self._staged.parcel
             actions.append(MeasureStep(self._shard, "", parcel.weight, len(self._staged.members)))
-        elif self._link.has_waiters() and not self._link.is_level(self._version):
+        elif self._link.has_waiters() and not self._link.is_level(self._standing.version):
             actions += self._replicate("a worker waits for durability", now)
         return actions
 
@@ -639,21 +396,19 @@ class Server:
         return actions
 
     def _want_durable(self, update: str, worker: str, now: float) -> list[Action]:
-        answer = self._link.wait_for(update, worker, self._version)
+        answer = self._link.wait_for(update, worker, self._standing.version)
         if answer:
             return answer
         return self._replicate("a worker waits for durability", now)
 
     def _yield_lead(self, now: float) -> list[Action]:
         """The scheduler lets nothing come in meanwhile, so level means level for good."""
-        if self._staged is None and self._link.has_everything(self._version):
-            return [self._tell(LeadYielded(self._shard, self._epoch, self._version))]
+        if self._staged is None and self._link.has_everything(self._standing.version):
+            return [self._tell(LeadYielded(self._shard, self._epoch, self._standing.version))]
         return self._replicate("the lead moves to the replica", now, rate=MAX_RATE)
 
-    # --- time and state ---------------------------------------------------------------------------------
-
     def next_deadline(self) -> float | None:
-        times = [place.lease_until for place in self._places.values() if not place.overdue]
+        times = self._lineup.deadlines()
         retry = self._link.retry_at
         if retry is not None:
             times.append(retry)
@@ -661,16 +416,16 @@ class Server:
 
     def statistics(self) -> ServerStatistics:
         return ServerStatistics(
-            version=self._version,
+            version=self._standing.version,
             epoch=self._epoch,
             **self._counts,
-            waiting=len(self._places),
-            divergence=self._divergence,
+            waiting=len(self._lineup.places),
+            divergence=self._standing.divergence,
             largest_delay=self._largest_delay,
         )
 
     def validate(self) -> None:
-        numbers = list(self._places)
+        numbers = list(self._lineup.places)
         assert numbers == sorted(numbers), "places are kept in the order of their numbers"
         assert self._within_bound, "an applied update was too old"
         self._serving.validate()

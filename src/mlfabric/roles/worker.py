@@ -1,7 +1,9 @@
 """The worker: holds updates, offers them, sends where it is told, keeps each until the server's word.
 
 It sees sizes, norms and versions, never bytes. An update ends in exactly one outcome: committed or dropped;
-a committed one may later be reported lost, when a fail-over went back to a replica that did not have it.
+a committed one may later be reported lost, when a fail-over went back to a replica that did not have it
+(`roles.durability`). The first values of a model are sent by `roles.publication`, later ones come by
+`roles.fetching`.
 """
 
 from __future__ import annotations
@@ -26,9 +28,7 @@ from mlfabric.events import (
 )
 from mlfabric.messages import (
     DropUpdate,
-    DurableWanted,
     Grant,
-    InitialPart,
     JobFailed,
     JobKnown,
     JobReady,
@@ -43,6 +43,7 @@ from mlfabric.messages import (
     PullFailed,
     PullWanted,
     ShardRange,
+    StepSettings,
     UpdateApplied,
     UpdateDurable,
     UpdatePart,
@@ -51,7 +52,6 @@ from mlfabric.messages import (
     split_update_id,
 )
 from mlfabric.roles.actions import (
-    AcceptTransfer,
     Action,
     CancelTransfer,
     FailJob,
@@ -61,18 +61,18 @@ from mlfabric.roles.actions import (
     RefuseTransfer,
     ResolveDurable,
     ResolvePublish,
-    ResolvePull,
     ResolveUpdate,
     Send,
     StartTransfer,
     WorkerSettings,
 )
 from mlfabric.roles.applied import AppliedSet
+from mlfabric.roles.durability import Durability
+from mlfabric.roles.fetching import Fetching
+from mlfabric.roles.publication import Publication
 
 # After a broken transfer the scheduler usually has a better plan within this time; else we offer again.
 RETRY_S = 1.0
-# A part of the first model that came too early is tried again after this time.
-AGAIN_S = 0.05
 
 
 @dataclass(slots=True)
@@ -83,18 +83,11 @@ class _Update:
     size_bytes: int
     bases: tuple[Version, ...]
     norm: float
+    settings: StepSettings | None
     acks: dict[int, UpdateApplied] = field(default_factory=dict)
     transfers: dict[str, int] = field(default_factory=dict)  # under way: transfer -> shard
     starts: list[tuple[float, float, PartRoute]] = field(default_factory=list)  # (when, weight, part)
     attempt: int = 0
-    retry_at: float | None = None
-
-
-@dataclass(slots=True)
-class _Pull:
-    with_state: bool
-    versions: dict[int, Version] = field(default_factory=dict)
-    transfers: dict[str, tuple[int, Version]] = field(default_factory=dict)
     retry_at: float | None = None
 
 
@@ -113,14 +106,12 @@ class Worker:
         self._shards: dict[int, ShardRange] = {}
         self._bases: tuple[Version, ...] = ()
         self._codec = ""
-        self._publish: PublishRequested | None = None
-        self._initial: dict[str, StartTransfer] = {}  # the first values on their way, by transfer
-        self._initial_again: dict[str, float] = {}  # those that broke off, and when to try again
+        self._every = 0  # gradients that make one step; 0: each update is one
+        self._publication = Publication(settings.node)
+        self._fetching = Fetching(settings.scheduler, self._shards)
+        self._durability = Durability(self._shards)
         self._updates: dict[str, _Update] = {}
-        self._undurable: dict[str, dict[int, Version]] = {}  # committed, not known to be at the replica
-        self._durable_waits: dict[str, set[int]] = {}
         self._dropped_late: dict[str, None] = {}  # a shard may have applied its part all the same
-        self._pulls: dict[str, _Pull] = {}
         self._next_number = 0
         self._counts = {"offered": 0, "committed": 0, "dropped": 0, "lost": 0}
 
@@ -130,11 +121,10 @@ class Worker:
                 return self._on_message(message, now)
             case UpdateSubmitted():
                 return self._submit(event)
-            case PullRequested(pull=pull, with_state=with_state):
-                self._pulls[pull] = _Pull(with_state)
-                return [self._tell(PullWanted(pull, with_state))]
+            case PullRequested():
+                return self._want_pull(event)
             case TransferArriving(about=ModelPart() as about):
-                return self._accept_model(event, about)
+                return self._fetching.accept(event, about)
             case TransferArriving():
                 return [RefuseTransfer(event.transfer, "a worker takes no such transfer")]
             case TransferFinished(transfer=transfer):
@@ -144,8 +134,7 @@ class Worker:
             case DurabilityRequested(update=update):
                 return self._want_durable(update)
             case PublishRequested():
-                self._publish = event
-                return [self._want_publish(event)]
+                return [self._tell(self._publication.begin(event))]
             case SchedulerChanged():
                 return self._scheduler_changed()
             case PeerLost(node=node):
@@ -169,77 +158,38 @@ class Worker:
             case LeaderChanged():
                 return self._leader_changed(message, now)
             case UpdateDurable(update=update, shard=shard):
-                return self._now_durable(update, shard)
-            case PullFailed(pull=pull, reason=reason) if pull in self._pulls:
-                del self._pulls[pull]
-                return [ResolvePull(pull, error=reason)]
+                return self._durability.reached(update, shard)
+            case PullFailed(pull=pull, reason=reason):
+                return self._fetching.refused(pull, reason)
             case PublishFirst(shards=shards):
-                return self._send_initial(shards)
+                return self._publication.send(shards)
             case PublishRefused(reason=reason):
-                return [*self._forget_publish(), ResolvePublish(reason)]
+                return [*self._publication.end(), ResolvePublish(reason)]
             case JobReady():
                 return self._job_ready(message)
             case JobFailed(reason=reason):
                 return [FailJob(reason)]
         return []
 
-    def _tell(self, message: OfferUpdate | PullWanted | PublishWanted | JobKnown) -> Send:
+    def _tell(self, message: OfferUpdate | PublishWanted | JobKnown) -> Send:
         return Send(self._settings.scheduler, "scheduler", message)
 
-    # --- publishing -------------------------------------------------------------------------------------
-
-    def _want_publish(self, event: PublishRequested) -> Send:
-        return self._tell(
-            PublishWanted(
-                event.arrays,
-                event.rule,
-                event.settings,
-                event.elements,
-                event.dtype,
-                event.state_vectors,
-                event.version,
-            )
-        )
-
-    def _send_initial(self, shards: tuple[ShardRange, ...]) -> list[Action]:
-        event = self._publish
-        if event is None:
-            return []
-        starts = [
-            StartTransfer(
-                transfer=f"{self._settings.node}/initial/{shard.index}",
-                node=shard.leader,
-                role=f"server.{shard.index}",
-                buffer=event.buffer,
-                about=InitialPart(shard.index, event.version, event.state_vectors > 0),
-                ranges=tuple(
-                    (vector * event.elements + shard.start, shard.count)
-                    for vector in range(1 + event.state_vectors)
-                ),
-            )
-            for shard in shards
-        ]
-        self._initial = {start.transfer: start for start in starts}
-        return list(starts)
-
-    def _forget_publish(self) -> list[Action]:
-        event, self._publish = self._publish, None
-        self._initial.clear()
-        self._initial_again.clear()
-        return [FreeBuffer(event.buffer)] if event else []
+    # --- the job ----------------------------------------------------------------------------------------
 
     def _job_ready(self, message: JobReady) -> list[Action]:
         # Everybody hears that the model is in place; whoever publishes another one is yet to be refused.
-        publishing = self._publish is not None and self._publish.arrays == message.arrays
+        publishing = self._publication.is_of(message.arrays)
         self._job = message
-        self._shards = {shard.index: shard for shard in message.shards}
+        self._shards.clear()
+        self._shards.update({shard.index: shard for shard in message.shards})
         self._codec = message.settings.codec if message.settings.codec != "float32" else ""
+        self._every = message.settings.wait_for
         if not self._bases:
             self._bases = tuple(Version(0, message.version) for _ in message.shards)
         ready = JobBecameReady(message.arrays, message.shards, message.settings, message.rule)
         if not publishing:
             return [ready]
-        return [*self._forget_publish(), ready, ResolvePublish()]
+        return [*self._publication.end(), ready, ResolvePublish()]
 
     # --- updates ----------------------------------------------------------------------------------------
 
@@ -250,7 +200,11 @@ class Worker:
                 ResolveUpdate(event.update, False, reason="nothing is published in this job yet"),
             ]
         self._updates[event.update] = _Update(
-            event.buffer, event.size_bytes, event.bases or self._bases, event.norm
+            event.buffer,
+            event.size_bytes,
+            self._began(event.bases or self._bases),
+            event.norm,
+            event.settings,
         )
         self._next_number = split_update_id(event.update)[1] + 1
         self._counts["offered"] += 1
@@ -258,7 +212,7 @@ class Worker:
 
     def _offer(self, update: str, again: str = "") -> Send:
         held = self._updates[update]
-        floors = [split_update_id(open_)[1] for open_ in (*self._updates, *self._undurable)]
+        floors = [split_update_id(open_)[1] for open_ in (*self._updates, *self._durability.updates())]
         return self._tell(
             OfferUpdate(
                 update=update,
@@ -296,7 +250,7 @@ class Worker:
             node=part.node,
             role=part.role,
             buffer=held.buffer,
-            about=UpdatePart(update, part.shard, part.epoch, weight, part.group, part.term),
+            about=UpdatePart(update, part.shard, part.epoch, weight, part.group, part.term, held.settings),
             rate_bytes_per_s=part.rate_bytes_per_s,
             ranges=((shard.start, shard.count),),
             scale=weight,
@@ -312,18 +266,12 @@ class Worker:
             return []  # already settled, or the word of a leader that has been replaced
         held.acks[ack.shard] = ack
         if ack.durable is not None:
-            self._advance_durable(ack.shard, ack.durable)
+            self._durability.advance(ack.shard, ack.durable)
         if len(held.acks) < len(self._shards):
             return []
         del self._updates[ack.update]
         self._counts["committed"] += 1
-        pending = {
-            index: got.version
-            for index, got in held.acks.items()
-            if got.durable is not None and got.version > got.durable
-        }
-        if pending:
-            self._undurable[ack.update] = pending
+        self._durability.committed(ack.update, held.acks)
         last = max(held.acks.values(), key=lambda got: (got.version.count, got.shard))
         return [
             FreeBuffer(held.buffer),
@@ -363,17 +311,13 @@ class Worker:
         return [*actions, self._offer(update, reason)]
 
     def _transfer_failed(self, transfer: str, now: float) -> list[Action]:
-        if transfer in self._initial:
-            # Its server has not heard yet that it is one: word and bytes take different ways.
-            self._initial_again[transfer] = now + AGAIN_S
+        if self._publication.failed(transfer, now):
             return []
         for held in self._updates.values():
             if held.transfers.pop(transfer, None) is not None:
                 held.retry_at = now + RETRY_S
                 return []
-        for pull in self._pulls.values():
-            if pull.transfers.pop(transfer, None) is not None:
-                pull.retry_at = now + RETRY_S
+        self._fetching.failed(transfer, now + RETRY_S)
         return []
 
     # --- fail-over --------------------------------------------------------------------------------------
@@ -390,22 +334,13 @@ class Worker:
                 actions += self._acknowledged(UpdateApplied(update, index, version, 0, version))
             else:
                 actions += self._offer_again(update, change.reason)
-        for update in [u for u, shards in self._undurable.items() if index in shards]:
+        for update in self._durability.of_shard(index):
             if update in survived:
-                actions += self._now_durable(update, index)
+                actions += self._durability.reached(update, index)
             else:
-                actions += self._lose(update, change)
-        return [*actions, *self._pull_again()]
-
-    def _pull_again(self) -> list[Action]:
-        actions: list[Action] = []
-        for pull, wanted in self._pulls.items():
-            actions += [FreeBuffer(_pull_buffer(pull, shard)) for shard in wanted.versions]
-            wanted.versions.clear()
-            wanted.transfers.clear()
-            wanted.retry_at = None
-            actions.append(self._tell(PullWanted(pull, wanted.with_state)))
-        return actions
+                self._counts["lost"] += 1
+                actions += self._durability.lose(update, index)
+        return [*actions, *self._fetching.begin_again()]
 
     def _scheduler_changed(self) -> list[Action]:
         """A new scheduler knows nothing: all that has no outcome is asked for again."""
@@ -413,11 +348,12 @@ class Worker:
         if self._job is not None:
             shards = tuple(shard for _, shard in sorted(self._shards.items()))
             actions.append(self._tell(JobKnown(msgspec.structs.replace(self._job, shards=shards))))
-        if self._publish is not None:
-            actions.append(self._want_publish(self._publish))
+        publishing = self._publication.wanted()
+        if publishing is not None:
+            actions.append(self._tell(publishing))
         for update in list(self._updates):
             actions += self._offer_again(update, "the scheduler changed")
-        return [*actions, *self._pull_again()]
+        return [*actions, *self._fetching.begin_again()]
 
     def _peer_lost(self, node: str, now: float) -> None:
         """Its word about our updates may be lost with the connection; usually the scheduler says more."""
@@ -425,90 +361,38 @@ class Worker:
         for held in self._updates.values():
             if led - held.acks.keys():
                 held.retry_at = now + RETRY_S
-        for pull in self._pulls.values():
-            if led - pull.versions.keys():
-                pull.retry_at = now + RETRY_S
+        self._fetching.leader_silent(led, now + RETRY_S)
 
-    def _lose(self, update: str, change: LeaderChanged) -> list[Action]:
-        del self._undurable[update]
-        self._counts["lost"] += 1
-        reason = f"committed, but not in the replica that took over shard {change.shard.index}"
-        actions: list[Action] = [
-            Note("lost", reason, (update,), loud=True),
-            ResolveUpdate(update, True, reason=reason, lost=True),
-        ]
-        if self._durable_waits.pop(update, None) is not None:
-            actions.append(ResolveDurable(update, f"update {update} was lost: {reason}"))
-        return actions
-
-    # --- durability -------------------------------------------------------------------------------------
-
-    def _advance_durable(self, shard: int, durable: Version) -> None:
-        for update in [u for u, shards in self._undurable.items() if shard in shards]:
-            if self._undurable[update][shard] <= durable and update not in self._durable_waits:
-                del self._undurable[update][shard]
-                if not self._undurable[update]:
-                    del self._undurable[update]
+    # --- asked by the application -----------------------------------------------------------------------
 
     def _want_durable(self, update: str) -> list[Action]:
         if update in self._updates:
             return [
                 ResolveDurable(update, f"update {update} is not committed yet; wait for its result first")
             ]
-        shards = self._undurable.get(update)
-        if not shards:
-            if all(shard.replica is None for shard in self._shards.values()):
-                return [
-                    ResolveDurable(update, "this job has no replica; publish with divergence= to get one")
-                ]
-            return [ResolveDurable(update)]
-        self._durable_waits[update] = set(shards)
-        return [
-            Send(self._shards[index].leader, f"server.{index}", DurableWanted(update, index))
-            for index in shards
-        ]
+        return self._durability.want(update)
 
-    def _now_durable(self, update: str, shard: int) -> list[Action]:
-        held = self._undurable.get(update)
-        if held is not None:
-            held.pop(shard, None)
-            if not held:
-                del self._undurable[update]
-        waiting = self._durable_waits.get(update)
-        if waiting is None:
-            return []
-        waiting.discard(shard)
-        if waiting:
-            return []
-        del self._durable_waits[update]
-        return [ResolveDurable(update)]
+    def _want_pull(self, event: PullRequested) -> list[Action]:
+        """For the next step, the model has to hold the step that our last update was for."""
+        clock = -1 if event.aside else self._counts["committed"] + self._counts["dropped"]
+        after = 0
+        if self._every and clock > self._fetching.pulled_at:
+            after = min(base.count for base in self._began(self._bases)) + self._every
+        first = not (self._fetching.has_model or event.with_state or self._counts["offered"])
+        return self._fetching.begin(PullWanted(event.pull, event.with_state, first, clock, after))
 
-    # --- pulls ------------------------------------------------------------------------------------------
-
-    def _accept_model(self, event: TransferArriving, about: ModelPart) -> list[Action]:
-        pull = self._pulls.get(about.pull)
-        if pull is None or about.version.epoch < self._shards[about.shard].epoch:
-            return [RefuseTransfer(event.transfer, f"pull {about.pull} is not waited for")]
-        if about.shard in pull.versions:
-            return [RefuseTransfer(event.transfer, f"shard {about.shard} of {about.pull} is here already")]
-        # Asked for twice, after a fault: the second copy takes the first one's place.
-        pull.transfers = {t: of for t, of in pull.transfers.items() if of[0] != about.shard}
-        pull.transfers[event.transfer] = (about.shard, about.version)
-        return [AcceptTransfer(event.transfer, _pull_buffer(about.pull, about.shard))]
+    def _began(self, bases: tuple[Version, ...]) -> tuple[Version, ...]:
+        """Where one step takes several gradients, the versions at which it began: its weights are theirs."""
+        if not self._every:
+            return bases
+        return tuple(Version(base.epoch, base.count - base.count % self._every) for base in bases)
 
     def _model_arrived(self, transfer: str) -> list[Action]:
-        for name, pull in self._pulls.items():
-            if transfer not in pull.transfers:
-                continue
-            shard, version = pull.transfers.pop(transfer)
-            pull.versions[shard] = version
-            if len(pull.versions) < len(self._shards):
-                return []
-            versions = tuple(pull.versions[index] for index in sorted(pull.versions))
-            self._bases = versions
-            del self._pulls[name]
-            return [ResolvePull(name, versions)]
-        return []
+        complete = self._fetching.arrived(transfer)
+        if complete is None:
+            return []
+        self._bases = complete.versions
+        return [complete]
 
     # --- time -------------------------------------------------------------------------------------------
 
@@ -520,20 +404,14 @@ class Worker:
             actions += [self._start(update, held, weight, part) for _, weight, part in due]
             if held.retry_at is not None and now >= held.retry_at:
                 actions += self._offer_again(update, "its transfer broke off")
-        for transfer in [name for name, at in self._initial_again.items() if now >= at]:
-            del self._initial_again[transfer]
-            actions.append(self._initial[transfer])
-        for pull, wanted in self._pulls.items():
-            if wanted.retry_at is not None and now >= wanted.retry_at:
-                wanted.retry_at = None
-                actions.append(self._tell(PullWanted(pull, wanted.with_state)))
+        actions += self._publication.send_again(now)
+        actions += self._fetching.retry(now)
         return actions
 
     def next_deadline(self) -> float | None:
         times = [start[0] for held in self._updates.values() for start in held.starts]
         times += [held.retry_at for held in self._updates.values() if held.retry_at is not None]
-        times += [pull.retry_at for pull in self._pulls.values() if pull.retry_at is not None]
-        times += self._initial_again.values()
+        times += [*self._fetching.deadlines(), *self._publication.deadlines()]
         return min(times, default=None)
 
     def statistics(self) -> WorkerStatistics:
@@ -544,9 +422,4 @@ class Worker:
         assert counts["offered"] == counts["committed"] + counts["dropped"] + len(self._updates), (
             "an update has no outcome or two"
         )
-        assert not set(self._updates) & set(self._undurable), "an open update can't be committed"
-
-
-def _pull_buffer(pull: str, shard: int) -> str:
-    """The driver hands these to the application when the pull is resolved."""
-    return f"pull/{pull}/{shard}"
+        assert not set(self._updates) & set(self._durability.updates()), "an open update can't be committed"

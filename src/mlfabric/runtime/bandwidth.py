@@ -4,7 +4,8 @@ A rate says something about a link only while the link is what holds the bytes b
 most peers have bytes waiting is held back by its own uplink; one that has bytes waiting for a few peers only
 is held back by them. It tells those with every frame (`pressed`), so a receiver that most peers are pressed
 by knows that its own downlink is the limit. What a peer's single flow would tell about a third host is not
-used: it comes late and reads low.
+used: it comes late and reads low. Nor do flows into other racks say anything of a host: their racks' uplinks
+hold them back.
 """
 
 from __future__ import annotations
@@ -26,13 +27,18 @@ SAMPLE_S = 0.05
 BEGINNING_S = 0.02
 # The highest of the last few samples tells of a changed link soon: a link can't carry more than it can carry,
 # but a moment's hiccup is no slow link. What differs by less than a jump is noise, and smoothed over more.
+# A fall to less than half takes one sample less to believe: the sooner, the less goes the wrong way.
 SOON_SAMPLES = 3
+FALL_SAMPLES = 2
 STEADY_SAMPLES = 20
 JUMP = 0.25
+FALL = 0.5
 # A sender whose uplink carries less than this share of what it can is not held back by its uplink.
 UPLINK_FREE = 0.75
 # What a peer said of us holds this long; a slow link brings its next word late.
 PRESSED_S = 0.3
+# A host's downlink is to blame only if so many of its peers say so: plans are made for the slowest.
+NEARLY_ALL = 0.7
 # Differences below this are not worth telling.
 WORTH_TELLING = 0.07
 
@@ -46,14 +52,14 @@ class FlowState:
     waiting_bytes: int  # to be sent
     busy_us: int  # so long has it had bytes to send, all its life
     pressed_by_peer: bool = False  # the peer says that we hold its bytes back
+    far: bool = False  # it leads into another rack
 
 
 class RateMeter:
     """The rate of one direction of a host's link."""
 
-    def __init__(self, first_samples: int) -> None:
+    def __init__(self) -> None:
         self.rate: float | None = None  # bytes per second, once seen
-        self._first = first_samples  # so many make a first rate
         self._since: float | None = None  # the link has been the limit from here on
         self._sample: tuple[float, int] | None = None
         self._samples: deque[float] = deque(maxlen=STEADY_SAMPLES)
@@ -80,43 +86,54 @@ class RateMeter:
         soon = max(samples[-SOON_SAMPLES:])
         enough = len(samples) >= SOON_SAMPLES
         if self.rate is None:
-            self.rate = soon if len(samples) >= self._first and soon > 0 else None
+            self.rate = soon if enough and soon > 0 else None
         elif soon > (1 + JUMP) * self.rate or (enough and 0 < soon < (1 - JUMP) * self.rate):
-            self.rate = soon
-            self._samples = deque(samples[-1:], maxlen=STEADY_SAMPLES)
+            self._jump(soon)
+        elif len(samples) >= FALL_SAMPLES and 0 < (fallen := max(samples[-FALL_SAMPLES:])) < FALL * self.rate:
+            self._jump(fallen)
         elif enough:
             upper = sorted(samples)[len(samples) // 2 :]  # being interrupted makes samples low, never high
             self.rate = sum(upper) / len(upper)
+
+    def _jump(self, rate: float) -> None:
+        self.rate = rate
+        self._samples = deque([self._samples[-1]], maxlen=STEADY_SAMPLES)
 
 
 class HostRates:
     """Both directions, and what the scheduler was told last."""
 
     def __init__(self) -> None:
-        # A first sample of our own sending is a floor at least. Others' word of our downlink needs more.
-        self.up = RateMeter(1)
-        self.down = RateMeter(SOON_SAMPLES)
+        self.up = RateMeter()
+        self.down = RateMeter()
         self.noticed: list[float] = []  # when rates changed by enough to be told, lately
         self._told: tuple[float | None, float | None] = (None, None)
         self._last: tuple[float, int] | None = None
         self._backlog: list[bool] = []
         self._busy: list[int] = []
 
-    def look(self, now: float, flows: Sequence[FlowState]) -> list[bool]:
-        """Take a look at all flows; which of them are pressed by their receiver rather than by our uplink."""
+    def look(self, now: float, flows: Sequence[FlowState], held_back: bool = False) -> list[bool]:
+        """Take a look at all flows; which of them are pressed by their receiver rather than by our uplink.
+
+        While we hold our bytes back ourselves (`held_back`) they say nothing about any link.
+        """
         backlog = [flow.waiting_bytes >= BACKLOG_BYTES for flow in flows]
-        most = max(2, (len(flows) + 1) // 2)
-        up_limits = sum(backlog) >= most
+        near = [index for index, flow in enumerate(flows) if not flow.far]
+        if len(near) < 2:
+            near = list(range(len(flows)))
+        waiting = sum(backlog[index] for index in near)
+        up_limits = waiting >= max(2, (len(near) + 1) // 2) and not held_back
         acked = sum(flow.acked_bytes for flow in flows)
-        pressing = sum(flow.pressed_by_peer for flow in flows)
+        pressing = sum(flows[index].pressed_by_peer for index in near)
+        down_limits = pressing >= max(2, NEARLY_ALL * len(near))
         in_time = self._last is not None and now - self._last[0] <= LATE_S
         self.up.look(now, acked, up_limits and in_time and self._kept_busy(now, flows))
-        self.down.look(now, sum(flow.received_bytes for flow in flows), in_time and pressing >= most)
+        self.down.look(now, sum(flow.received_bytes for flow in flows), in_time and down_limits)
         self._busy = [flow.busy_us for flow in flows]
         free = not up_limits and self._uplink_is_free(now, acked)
         before, self._backlog = self._backlog, backlog
         self._last = (now, acked)
-        if not free or len(before) != len(backlog):
+        if held_back or not free or len(before) != len(backlog):
             return [False] * len(flows)
         return [now_waits and waited for now_waits, waited in zip(backlog, before, strict=True)]
 

@@ -11,11 +11,16 @@ from mlfabric.eventlog import FileLog, LogSink, NoLog
 from mlfabric.messages import MemberInfo
 from mlfabric.roles.actions import MemberSettings, SchedulerSettings
 from mlfabric.runtime.engine import Engine
-from mlfabric.runtime.probe import find_scheduler
+from mlfabric.runtime.probe import Found, NobodyThereError, find_scheduler
 from mlfabric.runtime.tls import Tls
 
+# How long the first of several addresses looks for a scheduler at the others before it becomes one; after a
+# restart the others may have to agree on a successor first.
+ALONE_S = 1.0
+ALONE_RESTARTED_S = 8.0
+
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
-MakeEngine = Callable[[str, ArrayData, LogSink, tuple[str, int], bytes, bool, Tls | None], AnyEngine]
+MakeEngine = Callable[[str, ArrayData, LogSink, tuple[str, int], bytes, bool, Tls | None, bool], AnyEngine]
 
 
 def make_engine(
@@ -26,8 +31,9 @@ def make_engine(
     secret: bytes,
     insecure: bool,
     tls: Tls | None,
+    pace: bool,
 ) -> Engine:
-    return Engine(name, data, log, listen, secret, insecure, tls=tls)
+    return Engine(name, data, log, listen, secret, insecure, tls=tls, pace=pace)
 
 
 def prepare_engine(
@@ -36,15 +42,15 @@ def prepare_engine(
     """An engine that has yet to be started and to join, and the name of whoever schedules."""
     log: LogSink = FileLog(settings.log) if settings.log is not None else NoLog()
     tls = Tls(settings.tls) if settings.tls is not None else None
-    if settings.embed_scheduler:
+    found = None if settings.embed_scheduler else _find(settings, timeout, tls)
+    if found is None:
         listen, leader = settings.scheduler, settings.name
     else:
-        found = find_scheduler(settings.scheduler, settings.name, settings.secret, timeout, settings.job, tls)
         # The address by which the scheduler is reached is the one by which it reaches us.
         listen, leader = settings.listen or (found.ours, 0), found.scheduler
-    engine = make(settings.name, data, log, listen, settings.secret, settings.insecure, tls)
+    engine = make(settings.name, data, log, listen, settings.secret, settings.insecure, tls, settings.pace)
     engine.reception.job = settings.job
-    if settings.embed_scheduler:
+    if found is None:
         engine.node.start_role(
             "scheduler", SchedulerSettings(settings.name, least_lease_s=settings.least_lease_s)
         )
@@ -60,6 +66,21 @@ def prepare_engine(
         job=settings.job,
         rack=settings.rack,
         rates_guessed=settings.rates_guessed,
+        max_rate_bytes_per_s=settings.max_rate_bytes_per_s,
+        job_max_rate_bytes_per_s=settings.job_max_rate_bytes_per_s,
     )
     engine.node.start_role("member", MemberSettings(member, leader, settings.expected))
     return engine, leader
+
+
+def _find(settings: Settings, timeout: float, tls: Tls | None) -> Found | None:
+    """Who schedules; None: we do, as nobody else does and it is ours to begin."""
+    who = (settings.name, settings.secret)
+    if not settings.embeds_if_alone:
+        return find_scheduler(settings.scheduler, *who, timeout, settings.job, tls, settings.others)
+    first, *rest = settings.others
+    patience = ALONE_RESTARTED_S if settings.restarted else ALONE_S
+    try:
+        return find_scheduler(first, *who, patience, settings.job, tls, rest)
+    except NobodyThereError:
+        return None

@@ -234,6 +234,7 @@ class Counts(Record, frozen=True):
     sent: dict[str, int]
     received: dict[str, int]
     noticed_s: list[float]
+    workers: tuple[str, ...]
 
 
 class Logged(Record, frozen=True):

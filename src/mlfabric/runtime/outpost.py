@@ -100,8 +100,9 @@ class OutpostEngine(Engine):
         secret: bytes,
         insecure: bool,
         tls: Tls | None,
+        pace: bool,
     ) -> None:
-        super().__init__(name, data, log, listen, secret, insecure, tls=tls)
+        super().__init__(name, data, log, listen, secret, insecure, tls=tls, pace=pace)
         self._channel = channel
         self._shared = shared
         self._parent = parent
@@ -188,8 +189,9 @@ class OutpostEngine(Engine):
             case orders.OutliveJob():
                 groups.outlive_job()
             case orders.AskCounts(question=question):
-                traffic, noticed = self.traffic, self.mesh.rates.noticed
-                self.say(orders.Counts(question, traffic.sent, traffic.received, list(noticed)))
+                sent, received = self.traffic.sent, self.traffic.received
+                noticed = list(self.mesh.rates.noticed)
+                self.say(orders.Counts(question, sent, received, noticed, self.workers))
             case orders.Stop(linger_s=linger):
                 self._begin_stop(linger)
 

@@ -38,7 +38,7 @@ from mlfabric.roles.actions import Action, FailJob, ResolvePull
 from mlfabric.runtime import orders
 from mlfabric.runtime.arena import SharedMemory
 from mlfabric.runtime.channel import Channel
-from mlfabric.runtime.transfers import Traffic
+from mlfabric.runtime.counters import Traffic
 
 logger = logging.getLogger("mlfabric")
 
@@ -130,6 +130,12 @@ class RemoteEngine:
     def noticed_s(self) -> list[float]:
         counts = self._counts()
         return counts.noticed_s if counts is not None else []
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Of our job, as the scheduler last told."""
+        counts = self._counts()
+        return counts.workers if counts is not None else ()
 
     def stop(self, linger_s: float = 1.0) -> None:
         """Have it wait for the scheduler's good-bye, for a short while at most, and end."""

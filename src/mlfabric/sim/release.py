@@ -16,7 +16,7 @@ import numpy as np
 
 from mlfabric.plan.ordering import DROPS_BEFORE_FIRST, order_updates
 from mlfabric.plan.values import JobState, Offer
-from mlfabric.roles.orderbook import PATIENCE, PATIENCE_S
+from mlfabric.roles.granting import PATIENCE, PATIENCE_S
 from mlfabric.sim.estimate import OBSERVE_S
 from mlfabric.sim.gathering import Gathered, gather_updates
 from mlfabric.sim.order import ApplicationOrder, Numbered

@@ -23,25 +23,28 @@ MAX_TAG = 2**32 - 1
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `init_process_group` takes as `pg_options`: where this process's engine runs, see `mlfabric.join`.
+    """What `init_process_group("mlfabric", pg_options=...)` takes; None: as the environment says.
 
     Groups that are made later use the engine of the first.
     """
 
-    engine: str | None = None
+    engine: str | None = None  # where this process's engine runs, see `mlfabric.join`
+    pace: bool | None = None  # spread what collectives send over the time until it is needed
 
 
 def create(options: Any, backend_options: Any) -> FabricProcessGroup:
     """What torch calls for a new group."""
-    if backend_options is not None and not isinstance(backend_options, Options):
-        raise CollectiveError("pg_options for mlfabric are mlfabric.torch.Options(...)")
+    if not isinstance(backend_options, Options | None):
+        raise CollectiveError("pg_options of backend mlfabric are mlfabric.torch.Options(...)")
+    wishes = backend_options or Options()
     session, owned = session_for(
         options.store,
         options.group_rank,
         options.group_size,
         options.global_ranks_in_group,
         options.timeout,
-        backend_options.engine if backend_options is not None else None,
+        wishes.engine,
+        wishes.pace,
     )
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     name = str(options.group_id) if options.global_ranks_in_group else "world"

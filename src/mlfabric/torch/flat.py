@@ -58,15 +58,22 @@ class FlatModel:
             parameter.grad = vector[at : at + parameter.numel()].view_as(parameter)
             at += parameter.numel()
 
-    def take_update(self, clip_norm: float | None) -> Vector:
-        """The gradients, clipped, with the running statistics behind them; the next ones go elsewhere."""
+    def ready_gradients(self, clip_norm: float | None, scale: float = 1.0) -> torch.Tensor:
+        """The gradients in one vector, scaled, then clipped; the parameters' own are that vector's parts."""
         vector = self._gradients[self._turn]
         self._collect(vector)
+        gradients = vector[: self.trained]
+        if scale != 1.0:
+            gradients.mul_(scale)
         if clip_norm is not None:
-            gradients = vector[: self.trained]
             norm = float(torch.linalg.vector_norm(gradients))
             if norm > clip_norm:
                 gradients.mul_(clip_norm / norm)
+        return vector
+
+    def take_update(self, clip_norm: float | None, scale: float = 1.0) -> Vector:
+        """The gradients, ready, with the running statistics behind them; the next ones go elsewhere."""
+        vector = self.ready_gradients(clip_norm, scale)
         vector[self.trained :] = self.values[self.trained :]
         self._turn = 1 - self._turn
         self.point_gradients()
@@ -82,7 +89,12 @@ class FlatModel:
                 place.zero_()
             elif parameter.grad.data_ptr() != place.data_ptr():
                 place.copy_(parameter.grad)
+            parameter.grad = place
             at += parameter.numel()
+
+    def set_gradients(self, vector: Vector) -> None:
+        """Have these as the parameters' gradients."""
+        np.copyto(self._gradients[self._turn].numpy(), vector)
 
     def load(self, vector: Vector) -> None:
         np.copyto(self.values.numpy(), vector)

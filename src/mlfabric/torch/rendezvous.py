@@ -118,7 +118,7 @@ def _lead(
         address = format_address(_own_address(store), 0)
     if not embedded and drawn:
         raise CollectiveError("a scheduler is named by MLFABRIC_SCHEDULER; set MLFABRIC_SECRET to its secret")
-    fabric = _join(address, ranks[0], job, len(ranks), embedded, secret, until, settings.engine)
+    fabric = _join(address, ranks[0], job, len(ranks), embedded, secret, until, settings)
     return fabric, Verdict(address=fabric.address if embedded else address, secret=drawn, job=job)
 
 
@@ -138,16 +138,8 @@ def _follow(
             "rank 0 was given a secret by MLFABRIC_SECRET and this rank was not; set it for all"
         )
     try:
-        fabric = _join(
-            verdict.address,
-            ranks[rank],
-            verdict.job,
-            len(ranks),
-            False,
-            secret,
-            until + ANSWER_S,
-            settings.engine,
-        )
+        until += ANSWER_S
+        fabric = _join(verdict.address, ranks[rank], verdict.job, len(ranks), False, secret, until, settings)
     except FabricError as error:
         raise CollectiveError(str(error)) from None
     return fabric, verdict.job
@@ -161,7 +153,7 @@ def _join(
     embed: bool,
     secret: bytes,
     until: float,
-    engine: str | None,
+    wishes: TorchSettings,
 ) -> Fabric:
     settings = from_environment(
         address,
@@ -170,7 +162,8 @@ def _join(
         embed_scheduler=embed,
         secret=secret,
         expected=size,
-        engine=engine,
+        engine=wishes.engine,
+        pace=wishes.pace,
     )
     left = max(until - time.monotonic(), 1.0)
     # A script may hold the interpreter for long: silence alone must not end a job. Lost connections do.

@@ -75,6 +75,7 @@ def session_for(
     global_ranks: Sequence[int],
     timeout: timedelta,
     engine: str | None = None,
+    pace: bool | None = None,
 ) -> tuple[Session, bool]:
     """The session a new group belongs to, and whether it was made for it."""
     global _world
@@ -83,7 +84,7 @@ def session_for(
     ranks = list(global_ranks) or list(range(size))
     # A store may be used for several inits of the world: each has keys of its own, as other groups have.
     keys = _Prefixed(store, "mlfabric/" if global_ranks else f"mlfabric/{next(_inits)}/")
-    settings = replace(torch_settings(), engine=engine)
+    settings = replace(torch_settings(pace), engine=engine)
     fabric, job = meet(keys, rank, ranks, timeout, settings)
     recorder = Recorder(ranks[rank], settings.record_entries, settings.dump_prefix)
     session = Session(fabric, job, recorder)

@@ -1,0 +1,103 @@
+"""A worker's side of pulls: parts of the model that come from those who hold its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mlfabric.events import TransferArriving
+from mlfabric.messages import ModelPart, PullWanted, ShardRange, Version
+from mlfabric.roles.actions import AcceptTransfer, Action, FreeBuffer, RefuseTransfer, ResolvePull, Send
+
+
+@dataclass(slots=True)
+class _Pull:
+    wanted: PullWanted
+    versions: dict[int, Version] = field(default_factory=dict)
+    transfers: dict[str, tuple[int, Version]] = field(default_factory=dict)
+    retry_at: float | None = None
+
+
+class Fetching:
+    def __init__(self, scheduler: str, shards: Mapping[int, ShardRange]) -> None:
+        self._scheduler = scheduler
+        self._shards = shards  # the worker's: as it knows them
+        self._pulls: dict[str, _Pull] = {}
+        self.pulled_at = 0  # updates that had an outcome when the last model was asked for
+        self.has_model = False
+
+    def begin(self, wanted: PullWanted) -> list[Action]:
+        self._pulls[wanted.pull] = _Pull(wanted)
+        return [self._ask(wanted.pull)]
+
+    def _ask(self, pull: str) -> Send:
+        return Send(self._scheduler, "scheduler", self._pulls[pull].wanted)
+
+    def refused(self, pull: str, reason: str) -> list[Action]:
+        if self._pulls.pop(pull, None) is None:
+            return []
+        return [ResolvePull(pull, error=reason)]
+
+    def accept(self, event: TransferArriving, about: ModelPart) -> list[Action]:
+        pull = self._pulls.get(about.pull)
+        if pull is None or about.version.epoch < self._shards[about.shard].epoch:
+            return [RefuseTransfer(event.transfer, f"pull {about.pull} is not waited for")]
+        if about.shard in pull.versions:
+            return [RefuseTransfer(event.transfer, f"shard {about.shard} of {about.pull} is here already")]
+        # Asked for twice, after a fault: the second copy takes the first one's place.
+        pull.transfers = {t: of for t, of in pull.transfers.items() if of[0] != about.shard}
+        pull.transfers[event.transfer] = (about.shard, about.version)
+        return [AcceptTransfer(event.transfer, _pull_buffer(about.pull, about.shard))]
+
+    def arrived(self, transfer: str) -> ResolvePull | None:
+        """The pull that is complete by it, if one is."""
+        for name, pull in self._pulls.items():
+            if transfer not in pull.transfers:
+                continue
+            shard, version = pull.transfers.pop(transfer)
+            pull.versions[shard] = version
+            if len(pull.versions) < len(self._shards):
+                return None
+            versions = tuple(pull.versions[index] for index in sorted(pull.versions))
+            self.pulled_at = max(self.pulled_at, pull.wanted.clock)
+            del self._pulls[name]
+            self.has_model = True
+            return ResolvePull(name, versions)
+        return None
+
+    def failed(self, transfer: str, retry_at: float) -> None:
+        for pull in self._pulls.values():
+            if pull.transfers.pop(transfer, None) is not None:
+                pull.retry_at = retry_at
+
+    def leader_silent(self, led: set[int], retry_at: float) -> None:
+        for pull in self._pulls.values():
+            if led - pull.versions.keys():
+                pull.retry_at = retry_at
+
+    def begin_again(self) -> list[Action]:
+        """After a fail-over, or for a new scheduler: from the first shard on."""
+        actions: list[Action] = []
+        for name, pull in self._pulls.items():
+            actions += [FreeBuffer(_pull_buffer(name, shard)) for shard in pull.versions]
+            pull.versions.clear()
+            pull.transfers.clear()
+            pull.retry_at = None
+            actions.append(self._ask(name))
+        return actions
+
+    def retry(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for name, pull in self._pulls.items():
+            if pull.retry_at is not None and now >= pull.retry_at:
+                pull.retry_at = None
+                actions.append(self._ask(name))
+        return actions
+
+    def deadlines(self) -> list[float]:
+        return [pull.retry_at for pull in self._pulls.values() if pull.retry_at is not None]
+
+
+def _pull_buffer(pull: str, shard: int) -> str:
+    """The driver hands these to the application when the pull is resolved."""
+    return f"pull/{pull}/{shard}"

@@ -1,0 +1,202 @@
+"""How a plan becomes grants to workers, orders to sum, and slots of the order at the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mlfabric.messages import GatherGroup, Grant, MemberInfo, MemberUpdate, PartRoute, Sequence, Slot
+from mlfabric.plan.values import Group, Placed, Plan, Reserved
+from mlfabric.roles.actions import Action, Note, Send
+from mlfabric.roles.entries import Entries, GatheringGroup, GrantedPart, GrantedUpdate
+from mlfabric.roles.release import MAX_RATE, node_on
+from mlfabric.topology import Network
+
+# How much longer than planned a group may gather and an update may stay away before it is given up.
+PATIENCE = 2.0
+PATIENCE_S = 1.0
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """A planned group while its members are released."""
+
+    planned: Group
+    book: GatheringGroup | None = None
+    members: list[MemberUpdate] = field(default_factory=list)
+
+    def slot(self, empty: Slot) -> Slot:
+        assert self.book is not None
+        return Slot(empty.number, tuple(self.members), self.book.group, empty.lease_s)
+
+
+class Granting:
+    def __init__(self, entries: Entries) -> None:
+        self._entries = entries
+
+    def release(
+        self,
+        plan: Plan,
+        released: tuple[Placed, ...],
+        members: Mapping[str, MemberInfo],
+        bound: int | None,
+        now: float,
+    ) -> list[Action]:
+        """Turn the part of a plan that starts now into grants, orders to sum, and slots of the order."""
+        gathered = {group.group: _Gathered(group) for group in plan.groups}
+        slots: dict[int, list[Slot]] = {index: [] for index in self._entries.shards}
+        grants: list[Action] = []
+        for placed in released:
+            waiting = self._entries.waiting.pop(placed.update)
+            number = self._entries.next_number
+            self._entries.next_number += 1
+            self._entries.counts["granted"] += 1
+            lease = (placed.finish_s - now) * PATIENCE + PATIENCE_S
+            weight = placed.weight if self._entries.settings.weigh else 1.0
+            granted = GrantedUpdate(waiting.offer, waiting.worker, number, {})
+            routes = []
+            for part in placed.parts:
+                member = self._entries.member(waiting, part.shard)
+                if part.group is None:
+                    slots[part.shard].append(Slot(number, (member,), None, lease))
+                    name, slot = None, number
+                    node, role = self._entries.shards[part.shard].range.leader, f"server.{part.shard}"
+                else:
+                    gathering = self._gather(gathered[part.group], number, lease, members, member)
+                    name, slot = gathering.group, gathering.slot
+                    node, role = gathering.aggregator, "aggregator"
+                    if slot == number:
+                        slots[part.shard].append(Slot(number, (), part.group, lease))
+                source, target = members[waiting.worker].host, members[node].host
+                reserved = Reserved(source, target, float(part.size_bytes), part.rate_bytes_per_s)
+                granted.parts[part.shard] = GrantedPart(part.shard, slot, name, reserved, part.finish_s)
+                epoch = self._entries.shards[part.shard].range.epoch
+                wait = max(part.start_s - now, 0.0)
+                routes.append(
+                    PartRoute(
+                        shard=part.shard,
+                        node=node,
+                        role=role,
+                        rate_bytes_per_s=min(part.rate_bytes_per_s, MAX_RATE),
+                        start_in_s=wait,
+                        epoch=epoch,
+                        group=name,
+                        term=self._entries.term,
+                    )
+                )
+            self._entries.granted[placed.update] = granted
+            grants += [
+                Note("placed", f"number {number}: {placed.reason}", (placed.update,)),
+                Send(
+                    waiting.worker,
+                    "worker",
+                    Grant(placed.update, number, weight, tuple(routes), placed.reason),
+                ),
+            ]
+        return [*self._sequences(slots, gathered, bound), *self._gather_orders(gathered, now), *grants]
+
+    def _gather(
+        self,
+        gathered: _Gathered,
+        number: int,
+        lease: float,
+        members: Mapping[str, MemberInfo],
+        member: MemberUpdate,
+    ) -> GatheringGroup:
+        """The book's entry for a planned group, made when its first member is released."""
+        group = gathered.planned
+        if gathered.book is None:
+            self._entries.next_group += 1
+            node = node_on(group.aggregator, members, member.worker)
+            server = members[self._entries.shards[group.shard].range.leader].host
+            gathered.book = GatheringGroup(
+                group=self._group_name(),
+                aggregator=node,
+                shard=group.shard,
+                slot=number,
+                members=set(),
+                reserved=Reserved(group.aggregator, server, float(group.size_bytes), group.rate_bytes_per_s),
+                finish_s=group.finish_s,
+            )
+            self._entries.groups[gathered.book.group] = gathered.book
+        self._entries.counts["grouped"] += 1
+        gathered.members.append(member)
+        gathered.book.members.add(member.update)
+        return gathered.book
+
+    def _group_name(self) -> str:
+        term = f".t{self._entries.term}" if self._entries.term else ""
+        return f"{self._entries.job}{term}.g{self._entries.next_group}"
+
+    def _gather_orders(self, gathered: Mapping[str, _Gathered], now: float) -> list[Action]:
+        actions: list[Action] = []
+        for entry in gathered.values():
+            if entry.book is None:
+                continue
+            group, range_ = entry.planned, self._entries.shards[entry.planned.shard].range
+            order = GatherGroup(
+                group=entry.book.group,
+                shard=group.shard,
+                epoch=range_.epoch,
+                members=tuple(entry.members),
+                server=range_.leader,
+                rate_bytes_per_s=min(group.rate_bytes_per_s, MAX_RATE),
+                forward_in_s=(group.ready_s - now) * 1.5 + PATIENCE_S / 2,
+                reason=group.reason,
+                term=self._entries.term,
+            )
+            updates = tuple(member.update for member in entry.members)
+            actions += [
+                Note("grouped", f"{entry.book.group} at {entry.book.aggregator}: {group.reason}", updates),
+                Send(entry.book.aggregator, "aggregator", order),
+            ]
+        return actions
+
+    def _sequences(
+        self, slots: Mapping[int, list[Slot]], gathered: Mapping[str, _Gathered], bound: int | None
+    ) -> list[Action]:
+        actions: list[Action] = []
+        for index, ordered in slots.items():
+            if not ordered:
+                continue
+            complete = tuple(
+                slot if slot.group is None else gathered[slot.group].slot(slot) for slot in ordered
+            )
+            range_ = self._entries.shards[index].range
+            message = Sequence(index, range_.epoch, complete, bound)
+            actions.append(Send(range_.leader, f"server.{index}", message))
+        return actions
+
+    def grant_remainders(
+        self, network: Network, members: Mapping[str, MemberInfo], bound: int | None, now: float
+    ) -> list[Action]:
+        """An update that some shards have applied can't be dropped any more: its other parts go at once."""
+        actions: list[Action] = []
+        for waiting in self._entries.decidable():
+            update = waiting.offer.update
+            if len(waiting.offer.shards) == len(self._entries.shards):
+                continue
+            del self._entries.waiting[update]
+            number = self._entries.next_number
+            self._entries.next_number += 1
+            granted = GrantedUpdate(waiting.offer, waiting.worker, number, {})
+            routes = []
+            for index in waiting.offer.shards:
+                book = self._entries.shards[index].range
+                source, target = members[waiting.worker].host, members[book.leader].host
+                rate = min(network.rate(source, target), MAX_RATE)
+                size = waiting.offer.size_bytes * book.count / self._entries.elements
+                finish = now + size / rate
+                reserved = Reserved(source, target, size, rate)
+                granted.parts[index] = GrantedPart(index, number, None, reserved, finish)
+                role = f"server.{index}"
+                routes.append(
+                    PartRoute(index, book.leader, role, rate, 0.0, book.epoch, None, self._entries.term)
+                )
+                slot = Slot(number, (self._entries.member(waiting, index),), None, PATIENCE_S)
+                message = Sequence(index, book.epoch, (slot,), bound)
+                actions.append(Send(book.leader, f"server.{index}", message))
+            self._entries.granted[update] = granted
+            reason = "the rest of an update that other shards have applied"
+            actions.append(Send(waiting.worker, "worker", Grant(update, number, 1.0, tuple(routes), reason)))
+        return actions
