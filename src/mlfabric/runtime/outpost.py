@@ -27,7 +27,6 @@ from typing import Any, get_args
 import numpy as np
 
 from mlfabric.collective.calls import GATHER_ANY, Block, Call
-from mlfabric.config import Settings
 from mlfabric.data import ArrayData
 from mlfabric.errors import FabricError
 from mlfabric.eventlog import LogSink
@@ -257,15 +256,6 @@ class Forwarder(logging.Handler):
             self._channel.send(orders.Logged(record.levelno, self.format(record)))
 
 
-def settings_from(plain: dict[str, Any]) -> Settings:
-    fields = dict(plain)
-    for key in ("log", "tls", "mirror"):
-        fields[key] = Path(fields[key]) if fields[key] else None
-    for key in ("scheduler", "listen"):
-        fields[key] = tuple(fields[key]) if fields[key] else None
-    return Settings(**fields)
-
-
 def main(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=descriptor), orders.ToEngine)
@@ -285,7 +275,7 @@ def main(descriptor: int) -> None:
     shared = SharedMemory(
         lambda number, held, size: channel.send(orders.SegmentMade(number, size), descriptors=[held])
     )
-    settings = settings_from(begin.settings)
+    settings = orders.from_plain(begin.settings)
     try:
         engine, leader = prepare_engine(
             settings,

@@ -8,7 +8,6 @@ process ends, the other notices at once.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import logging
 import os
@@ -78,7 +77,7 @@ class RemoteEngine:
         self._thread.start()
         self._send(
             orders.Begin(
-                _plain(settings),
+                orders.to_plain(settings),
                 roles,
                 timeout,
                 logger.getEffectiveLevel(),
@@ -402,9 +401,3 @@ class RemoteGroups:
 
     def end(self, reason: str) -> None:
         """The other process has ended them."""
-
-
-def _plain(settings: Settings) -> dict[str, object]:
-    """Settings as values that msgspec knows."""
-    fields = dataclasses.asdict(settings)
-    return {key: str(value) if isinstance(value, Path) else value for key, value in fields.items()}
