@@ -8,6 +8,7 @@ again and again. The contenders take turns, each with the same number of operati
 
 - alone: no traffic at all;
 - thread, process: mlfabric's engine in a thread of the trainer and in a process of its own;
+- copied: the engine in a process of its own, but arrays that it can't see, so that they are copied;
 - gloo: PyTorch's own all-reduce, whose threads need no interpreter;
 - apart: mlfabric's engine, as a thread, in another process of the host that does nothing else.
 
@@ -29,6 +30,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,9 @@ import msgspec
 import numpy as np
 
 import mlfabric as mf
+from mlfabric.api import ALL_ROLES, join_with
 from mlfabric.bench.allreduce import LabWish
+from mlfabric.config import from_environment
 from mlfabric.errors import FabricError
 
 # Gradients of the model; tests use less.
@@ -44,7 +48,7 @@ ELEMENTS = 11_689_512
 IMAGES = 8
 SIDE = 64
 PATTERNS = {
-    "all_reduce": ("alone", "apart", "gloo", "thread", "process"),
+    "all_reduce": ("alone", "apart", "gloo", "thread", "process", "copied"),
     "push": ("alone", "apart", "thread", "process"),
 }
 
@@ -76,17 +80,20 @@ class FabricMover:
     def __init__(self, name: str, rank: int, ranks: int, offset: int, engine: str, wish: Wish) -> None:
         where = f"{os.environ['MASTER_ADDR']}:{int(os.environ['MASTER_PORT']) + offset}"
         self._wish = wish
-        self._fabric = mf.join(
+        settings = from_environment(
             where,
             job=name,
             name=f"{name}{rank}",
-            scheduler=rank == 0,
+            embed_scheduler=rank == 0,
             expected=ranks,
             engine=engine,
-            timeout=60,
         )
-        self._array = self._fabric.empty(wish.elements)
-        self._array[:] = 0.0
+        # A busy machine's silence is nobody's death here.
+        self._fabric = join_with(replace(settings, least_lease_s=60.0), ALL_ROLES, timeout=60.0)
+        self._array = np.zeros(wish.elements, np.float32)
+        if name != "copied":
+            self._array = self._fabric.empty(wish.elements)
+            self._array[:] = 0.0
         if wish.pattern == "push":
             self._fabric.publish({"model": self._array}, apply=mf.SGD(lr=0.1), max_delay="none", shards=ranks)
         self._fabric.all_reduce(np.zeros(1), 60)
@@ -167,10 +174,10 @@ def make_movers(wish: Wish, rank: int, ranks: int) -> dict[str, Any]:
     for name in PATTERNS[wish.pattern]:
         if name == "thread":
             movers[name] = FabricMover("thread", rank, ranks, 1, "thread", wish)
-        elif name == "process":
+        elif name in ("process", "copied"):
             # Only the trainer's engine is looked at; the others' are threads that nobody disturbs.
-            engine = "process" if rank == 0 else "thread"
-            movers[name] = FabricMover("process", rank, ranks, 2, engine, wish)
+            engine, offset = "process" if rank == 0 else "thread", 2 if name == "process" else 4
+            movers[name] = FabricMover(name, rank, ranks, offset, engine, wish)
         elif name == "apart":
             movers[name] = (
                 ApartMover(wish) if rank == 0 else FabricMover("apart", rank, ranks, 3, "thread", wish)
@@ -230,6 +237,8 @@ def make_step() -> Callable[[], None]:
 
 def be_rank(wish: Wish) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    import torch.distributed  # noqa: F401 - it takes seconds, in which nobody should wait for us
+
     step = make_step() if rank == 0 else None
     movers = make_movers(wish, rank, ranks)
     names = PATTERNS[wish.pattern]
@@ -275,6 +284,8 @@ def show(hosts: int, rate: str, wish: Wish, turns: list[Turn]) -> None:
     print("contender   step ms (p10-p90 of turns)   steps   MB/s   to alone   to apart")
     for name in PATTERNS[wish.pattern]:
         own = [turn for turn in turns if turn.contender == name and turn.steps_s]
+        if not own:
+            raise FabricError(f"no step was as short as the operations of {name}; give more --operations")
         each = sorted(statistics.median(turn.steps_s) for turn in own)
         medians[name] = statistics.median(each)
         low, high = each[int(0.1 * len(each))], each[min(int(0.9 * len(each)), len(each) - 1)]

@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +26,17 @@ import numpy as np
 import mlfabric
 from mlfabric import errors
 from mlfabric.client import Client
-from mlfabric.collective.calls import Call, Room, changes, reads
 from mlfabric.config import Settings
 from mlfabric.errors import FabricError
 from mlfabric.events import Event
-from mlfabric.groupcalls import WORD_S, Answer, GroupHandle, OperationCall
+from mlfabric.groupcalls import WORD_S, GroupHandle, OperationCall
 from mlfabric.numerics import Vector
-from mlfabric.roles.actions import Action, FailJob, ResolvePull
+from mlfabric.roles.actions import FailJob, ResolvePull
 from mlfabric.runtime import orders
 from mlfabric.runtime.arena import SharedMemory
 from mlfabric.runtime.channel import Channel
 from mlfabric.runtime.counters import Traffic
+from mlfabric.runtime.remote_groups import PendingCall, RemoteGroups
 
 logger = logging.getLogger("mlfabric")
 
@@ -45,15 +44,6 @@ logger = logging.getLogger("mlfabric")
 START_S = 30.0
 # How long it may take to end, besides the time it lingers.
 END_S = 5.0
-
-
-@dataclass(slots=True)
-class PendingCall:
-    call: OperationCall
-    copies: list[tuple[Vector, Vector]] = field(
-        default_factory=list
-    )  # (where results belong, where they are)
-    room: Room | None = None
 
 
 class RemoteEngine:
@@ -313,91 +303,3 @@ class RemoteCourier:
 
     def empty(self, elements: int, dtype: Any) -> Vector:
         return self._engine.shared.empty(elements, dtype)
-
-
-class RemoteGroups:
-    """Calls in groups that the other process runs."""
-
-    def __init__(self, engine: RemoteEngine) -> None:
-        self._engine = engine
-
-    def collective(
-        self, group: str, nodes: tuple[str, ...], wanted: Call, form_again: bool = True
-    ) -> OperationCall:
-        pending = PendingCall(OperationCall(group), room=wanted.room)
-        blocks = tuple(self._lend(pending, block) for block in wanted.blocks)
-
-        def order(number: int) -> orders.Record:
-            return orders.RunCollective(
-                number,
-                group,
-                nodes,
-                form_again,
-                wanted.operation,
-                wanted.dtype,
-                wanted.itemsize,
-                wanted.combine,
-                wanted.root,
-                blocks,
-                wanted.counts,
-                wanted.mistake,
-            )
-
-        self._engine.begin(pending.call, order, pending)
-        return pending.call
-
-    def _lend(self, pending: PendingCall, block: Any) -> orders.BlockSpec:
-        array = np.frombuffer(block.view, np.uint8)
-        region, copied = self._engine.shared.lend(array, copy=block.read)
-        if block.written and copied is not None:
-            pending.copies.append((array, copied))
-        return orders.BlockSpec(region, block.read, block.written, block.rank)
-
-    def send(
-        self, group: str, nodes: tuple[str, ...], to: int, tag: int, payload: memoryview
-    ) -> OperationCall:
-        pending = PendingCall(OperationCall(group))
-        region = self._lend(pending, reads(payload)).region
-        self._engine.begin(
-            pending.call, lambda number: orders.RunSend(number, group, nodes, to, tag, region), pending
-        )
-        return pending.call
-
-    def receive(
-        self, group: str, nodes: tuple[str, ...], source: int, tag: int, place: memoryview
-    ) -> OperationCall:
-        pending = PendingCall(OperationCall(group))
-        region = self._lend(pending, changes(place)).region  # a message may fill only a part of it
-        self._engine.begin(
-            pending.call, lambda number: orders.RunReceive(number, group, nodes, source, tag, region), pending
-        )
-        return pending.call
-
-    def group(self, name: str, nodes: tuple[str, ...]) -> Answer:
-        pending = PendingCall(OperationCall(name))
-        self._engine.begin(pending.call, lambda number: orders.WantGroup(number, name, nodes), pending)
-        return pending.call.answer
-
-    def give_up(self, call: OperationCall, words: Callable[[str], str]) -> None:
-        if not call.answer.done():
-            reason = words(self.waiting_for(call))
-            self._engine.say(orders.GiveUp(call.number, reason))
-
-    def break_group(self, name: str, reason: str) -> None:
-        self._engine.say(orders.BreakGroup(name, reason))
-
-    def leave_group(self, name: str) -> None:
-        self._engine.say(orders.LeaveGroup(name))
-
-    def waiting_for(self, call: OperationCall) -> str:
-        why = self._engine.ask(lambda question: orders.AskWhy(question, call.number))
-        return why.words if why is not None else "the engine is busy"
-
-    def outlive_job(self) -> None:
-        self._engine.say(orders.OutliveJob())
-
-    def resolve(self, action: Action) -> None:
-        """The other process has done what is to be done."""
-
-    def end(self, reason: str) -> None:
-        """The other process has ended them."""
