@@ -2,9 +2,9 @@
 
     python -m benchmarks.interference [--hosts 2,3] [--rate 1gbit] [--turns 5] [--pattern all_reduce,push]
 
-On the first of some lab hosts a real model (ResNet-18, images of 64x64, one torch thread) is trained, without
-an optimizer, while arrays of its gradients' size are all-reduced, or updates of it pushed and models pulled,
-again and again. The contenders take turns, each with the same number of operations:
+On the first of some lab hosts a real model (ResNet-18, eight images of 32x32, one torch thread) is trained,
+without an optimizer, while arrays of its gradients' size are all-reduced, or updates of it pushed and models
+pulled, again and again. The contenders take turns, each with the same number of operations:
 
 - alone: no traffic at all;
 - thread, process: mlfabric's engine in a thread of the trainer and in a process of its own;
@@ -16,6 +16,10 @@ again and again. The contenders take turns, each with the same number of operati
 the network) from the trainer as the engine does, but can't hold its interpreter. On a machine with few
 processors the other hosts' work is part of that. So two ratios are told: to `alone`, what a step costs more
 in all; to `apart`, what it costs more because the engine is the trainer's own.
+
+Both need a machine that has nothing else to do. The last column does not: of a step's time, what its thread
+was neither running nor waiting for a processor, by the kernel's own account. A trainer on one thread that
+reads no file waits for nothing then but the interpreter, or memory that the kernel has to fetch.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ from mlfabric.errors import FabricError
 # Gradients of the model; tests use less.
 ELEMENTS = 11_689_512
 IMAGES = 8
-SIDE = 64
+SIDE = 32
 PATTERNS = {
     "all_reduce": ("alone", "apart", "gloo", "thread", "process", "copied"),
     "push": ("alone", "apart", "thread", "process"),
@@ -63,6 +67,8 @@ class Wish(msgspec.Struct, frozen=True):
 class Turn(msgspec.Struct, frozen=True):
     contender: str
     steps_s: list[float]  # those that ran while bytes were moved all the time
+    ran_s: list[float]  # of each, what its thread ran
+    blocked_s: list[float]  # and what it neither ran nor waited for a processor
     seconds: float  # of all operations
     cpu_s: float  # of the trainer's process, its children not counted
 
@@ -187,32 +193,46 @@ def make_movers(wish: Wish, rank: int, ranks: int) -> dict[str, Any]:
     return movers
 
 
-def train_beside(mover: Any, step: Callable[[], None], steps_alone: int) -> Turn:
+class StepTimes:
+    """Times steps of the calling thread, and asks the kernel what it did meanwhile."""
+
+    def __init__(self) -> None:
+        self._account = Path("/proc/thread-self/schedstat")
+        self.steps_s: list[float] = []
+        self.ran_s: list[float] = []
+        self.blocked_s: list[float] = []
+
+    def time(self, step: Callable[[], None], counts: Callable[[], bool]) -> None:
+        """A step after which `counts` is false is left out."""
+        ran, waited, began = *self._read(), time.perf_counter()
+        step()
+        took = time.perf_counter() - began
+        ran_now, waited_now = self._read()
+        if counts():
+            self.steps_s.append(took)
+            self.ran_s.append(ran_now - ran)
+            self.blocked_s.append(max(took - (ran_now - ran) - (waited_now - waited), 0.0))
+
+    def _read(self) -> tuple[float, float]:
+        ran, waited, _ = self._account.read_text(encoding="ascii").split()
+        return int(ran) / 1e9, int(waited) / 1e9
+
+
+def train_beside(name: str, mover: Any, step: Callable[[], None], steps_alone: int) -> Turn:
     """Steps while bytes are moved by another thread, which only waits; or some steps without."""
-    times: list[float] = []
-    moving = threading.Event()
+    times = StepTimes()
     cpu, began = time.process_time(), time.perf_counter()
     if mover is None:
         for _ in range(steps_alone):
-            at = time.perf_counter()
-            step()
-            times.append(time.perf_counter() - at)
-        return Turn("alone", times, time.perf_counter() - began, time.process_time() - cpu)
-
-    def move() -> None:
-        mover.move()
-        moving.set()
-
-    thread = threading.Thread(target=move)
-    thread.start()
-    while True:
-        at = time.perf_counter()
-        step()
-        if moving.is_set():
-            break
-        times.append(time.perf_counter() - at)
-    thread.join()
-    return Turn("", times, time.perf_counter() - began, time.process_time() - cpu)
+            times.time(step, lambda: True)
+    else:
+        thread = threading.Thread(target=mover.move)
+        thread.start()
+        while thread.is_alive():
+            times.time(step, thread.is_alive)
+        thread.join()
+    took, used = time.perf_counter() - began, time.process_time() - cpu
+    return Turn(name, times.steps_s, times.ran_s, times.blocked_s, took, used)
 
 
 def make_step() -> Callable[[], None]:
@@ -248,8 +268,7 @@ def be_rank(wish: Wish) -> None:
             name = names[(index + turn) % len(names)]  # nobody always follows the same
             mover = movers.get(name)
             if step is not None:
-                done = train_beside(mover, step, 15)
-                turns.append(msgspec.structs.replace(done, contender=name))
+                turns.append(train_beside(name, mover, step, 30))
             elif mover is not None:
                 mover.move()
     for mover in movers.values():
@@ -281,7 +300,7 @@ def measure(hosts: int, rate: str, wish: Wish) -> list[Turn]:
 def show(hosts: int, rate: str, wish: Wish, turns: list[Turn]) -> None:
     medians = {}
     print(f"\n{wish.pattern} of {wish.elements * 4 / 1e6:g} MB, {hosts} hosts at {rate}, {wish.turns} turns")
-    print("contender   step ms (p10-p90 of turns)   steps   MB/s   to alone   to apart")
+    print("contender   step ms (p10-p90 of turns)   steps   MB/s   to alone   to apart   ran ms   blocked ms")
     for name in PATTERNS[wish.pattern]:
         own = [turn for turn in turns if turn.contender == name and turn.steps_s]
         if not own:
@@ -293,10 +312,15 @@ def show(hosts: int, rate: str, wish: Wish, turns: list[Turn]) -> None:
         ratios = [
             f"{medians[name] / medians[base]:8.3f}" if base in medians else "" for base in ("alone", "apart")
         ]
+        ran, blocked = (
+            statistics.median(value for turn in own for value in values(turn)) * 1e3
+            for values in (lambda turn: turn.ran_s, lambda turn: turn.blocked_s)
+        )
         print(
             f"{name:10}  {medians[name] * 1e3:7.1f} ({low * 1e3:.1f}-{high * 1e3:.1f})"
             f"{sum(len(turn.steps_s) for turn in own):11}  {'' if name == 'alone' else f'{moved:5.0f}':>5}"
-            f"   {ratios[0]}   {ratios[1] if name != 'alone' else ''}"
+            f"   {ratios[0]:8}   {ratios[1] if name != 'alone' else '':8}   {ran:6.1f}"
+            f"   {blocked:6.2f} ({blocked / ran:.1%})"
         )
 
 
