@@ -127,5 +127,7 @@ def test_settings_come_over_as_they_are() -> None:
         Channel(there, orders.ToApplication).send(
             orders.Begin(orders.to_plain(told), ("worker",), 1.0, 20, 1, True)
         )
-        (begin,) = Channel(back, orders.ToEngine).receive() or ()
+        records = Channel(back, orders.ToEngine).receive()
+        assert records is not None
+        begin = next(records)
     assert orders.from_plain(begin.settings) == told
