@@ -31,7 +31,7 @@ from mlfabric.data import ArrayData
 from mlfabric.errors import FabricError
 from mlfabric.eventlog import LogSink
 from mlfabric.events import LeaveRequested
-from mlfabric.groupcalls import GroupHandle, OperationCall
+from mlfabric.groupcalls import GroupCalls, GroupHandle, OperationCall
 from mlfabric.numerics import Vector
 from mlfabric.roles.actions import Action, ResolvePull
 from mlfabric.runtime import orders
@@ -107,6 +107,8 @@ class OutpostEngine(Engine):
         self._parent = parent
         self._orphan_at = 0.0
         self._running: dict[int, OperationCall] = {}
+        # Records come on the engine's own thread, and what they ask for is done in their order.
+        self.groups = GroupCalls(name, self.mesh.board, lambda do: do(), self._request_group)
         self.answers = Relay(self, shared, self.say)
         self._selector.unregister(self._wake_in)
         self._wake_in.close()
