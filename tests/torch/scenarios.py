@@ -328,8 +328,8 @@ def backward_fails(rank: int, size: int, folder: str) -> Any:
     return said(step)
 
 
-def aborted(rank: int, size: int, folder: str) -> Any:
-    begin(rank, size, folder, timeout_s=60.0)
+def aborted(rank: int, size: int, folder: str, engine: str | None = None) -> Any:
+    begin(rank, size, folder, timeout_s=60.0, engine=engine)
     store = dist.FileStore(f"{folder}/done", size)
     if rank == 0:
         store.wait(["calls"], timedelta(seconds=30))
