@@ -17,27 +17,20 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import numpy as np
 
-from mlfabric.client import Answer, Committed, Dropped, Model, Outcome
+from mlfabric.client import Committed, Dropped, Model, Outcome
 from mlfabric.codecs import find_codec
 from mlfabric.config import Settings, format_address, from_environment
 from mlfabric.data import ArrayData
 from mlfabric.errors import FabricError
-from mlfabric.eventlog import FileLog, LogSink, NoLog
-from mlfabric.messages import (
-    MEMBER_ROLES,
-    JobSettings,
-    MemberInfo,
-    RulePiece,
-    RuleSpec,
-    StepSettings,
-)
+from mlfabric.groupcalls import Answer
+from mlfabric.messages import MEMBER_ROLES, JobSettings, RulePiece, RuleSpec, StepSettings
 from mlfabric.numerics import Vector
-from mlfabric.roles.actions import MemberSettings, SchedulerSettings
 from mlfabric.rules import Rounds, Rule, make_rule
+from mlfabric.runtime.counters import Traffic
 from mlfabric.runtime.engine import Engine
-from mlfabric.runtime.probe import Found, NobodyThereError, find_scheduler
-from mlfabric.runtime.tls import Tls
-from mlfabric.runtime.transfers import Traffic
+from mlfabric.runtime.lag import EngineWatch, choose_engine
+from mlfabric.runtime.membership import make_engine, prepare_engine
+from mlfabric.runtime.remote import RemoteEngine
 
 ALL_ROLES = MEMBER_ROLES
 # How long calls wait where the caller does not say.
@@ -45,10 +38,6 @@ PATIENCE_S = 60.0
 # How a name is refused that somebody has, and how soon a restarted process tries again.
 TAKEN = "is taken by a living member"
 AGAIN_S = 0.1
-# How long the first of several addresses looks for a scheduler at the others before it becomes one; after a
-# restart the others may have to agree on a successor first.
-ALONE_S = 1.0
-ALONE_RESTARTED_S = 8.0
 
 Result = TypeVar("Result")
 
@@ -108,11 +97,17 @@ class Pulling:
 class Fabric:
     """A member's handle on the fabric. Use it as a context manager, or close() it."""
 
-    def __init__(self, engine: Engine, settings: Settings, roles: tuple[str, ...], log: LogSink) -> None:
+    def __init__(
+        self,
+        engine: Engine | RemoteEngine,
+        settings: Settings,
+        roles: tuple[str, ...],
+        watch: EngineWatch | None = None,
+    ) -> None:
         self._engine = engine
         self._client = engine.client
         self._settings = settings
-        self._log = log
+        self._watch = watch
         self._closed = False
         self.roles = roles
         self.workers: tuple[Fabric, ...] = (self,)
@@ -146,7 +141,7 @@ class Fabric:
 
     @property
     def traffic(self) -> Traffic:
-        """Payload bytes sent to and received from each peer so far."""
+        """Payload bytes sent to and received from each peer so far, those of collectives included."""
         return self._engine.traffic
 
     def publish(
@@ -236,14 +231,20 @@ class Fabric:
         `combine` may also be avg, product, min, max, band, bor or bxor.
         """
         self._check_open()
-        call = self._client.all_reduce(array, combine)
-        _wait(call.answer, timeout, lambda: f"all-reduce is not complete: {self._engine.waiting_for(call)}")
+        call, groups = self._client.all_reduce(array, combine), self._client.groups
+        _wait(call.answer, timeout, lambda: f"all-reduce is not complete: {groups.waiting_for(call)}")
         return array
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> Vector:
+        """An array for updates and reductions. With the engine in a process of its own it lies in memory that
+        both share, so that its bytes are not copied on their way; otherwise it is like any other."""
+        elements = int(np.prod(shape, dtype=np.int64))
+        return self._client.empty(elements, dtype).reshape(shape)
 
     def rank_and_size(self, timeout: float | None = PATIENCE_S) -> tuple[int, int]:
         """This worker's number among the workers of the job, and how many they are."""
         self._check_open()
-        handle = _wait(self._client.group("", ()), timeout, "the workers of the job are not all here")
+        handle = _wait(self._client.groups.group("", ()), timeout, "the workers of the job are not all here")
         return handle.rank, handle.size
 
     def state_dict(self, timeout: float | None = PATIENCE_S) -> dict[str, Any]:
@@ -272,10 +273,10 @@ class Fabric:
         if self._closed:
             return
         self._closed = True
+        if self._watch is not None:
+            self._watch.close()
         self._client.leave()
         self._engine.stop()
-        if isinstance(self._log, FileLog):
-            self._log.close()
 
     @property
     def gone(self) -> bool:
@@ -385,6 +386,10 @@ def join(
     log: str | Path | None = None,
     insecure: bool | None = None,
     tls: str | Path | None = None,
+    engine: str | None = None,
+    max_rate: str | float | None = None,
+    job_max_rate: str | float | None = None,
+    pace: bool | None = None,
     timeout: float = 10.0,
 ) -> Fabric:
     """Become a member. `address` is the scheduler's; under torchrun none is needed and rank 0 embeds it.
@@ -392,8 +397,10 @@ def join(
     first of them schedules if nobody does.
 
     `up` and `down` are the rates of this host's link ("200mbit"); `roles` what this member may be used for;
+    `max_rate` is what this host may send, `job_max_rate` what the job may send from any one host;
     `scheduler=True` embeds the scheduler here and listens at `address`; `tls` is a folder made by
-    `mlfabric certs`.
+    `mlfabric certs`; `engine` is where the network is served: by a "thread" (the default), by a "process" of
+    its own, or "auto"; `pace=True` spreads the bytes of collectives over the time until they are needed.
     """
     settings = from_environment(
         address,
@@ -408,6 +415,10 @@ def join(
         insecure=insecure,
         host=host,
         tls=tls,
+        engine=engine,
+        max_rate=max_rate,
+        job_max_rate=job_max_rate,
+        pace=pace,
     )
     return join_with(settings, roles, timeout)
 
@@ -429,55 +440,22 @@ def _join_once(settings: Settings, roles: tuple[str, ...], timeout: float) -> Fa
     for role in roles:
         if role not in ALL_ROLES:
             raise FabricError(f"unknown role {role!r}; roles are {', '.join(ALL_ROLES)}")
-    log: LogSink = FileLog(settings.log) if settings.log is not None else NoLog()
-    data = ArrayData(mirror=settings.mirror)
-    tls = Tls(settings.tls) if settings.tls is not None else None
-    found = None if settings.embed_scheduler else _find(settings, timeout, tls)
-    if found is None:
-        listen, leader = settings.scheduler, settings.name
+    engine: Engine | RemoteEngine
+    watch: EngineWatch | None = None
+    if choose_engine(settings) == "process":
+        engine = RemoteEngine(settings, roles, timeout)
+        leader = engine.leader
     else:
-        # The address by which the scheduler is reached is the one by which it reaches us.
-        listen, leader = settings.listen or (found.ours, 0), found.scheduler
-    engine = Engine(settings.name, data, log, listen, settings.secret, settings.insecure, tls=tls)
-    engine.reception.job = settings.job
-    if found is None:
-        engine.node.start_role(
-            "scheduler", SchedulerSettings(settings.name, least_lease_s=settings.least_lease_s)
-        )
-    else:
-        engine.know(leader, found.address)
-    member = MemberInfo(
-        node=settings.name,
-        host=settings.host,
-        address=format_address(*engine.address),
-        roles=roles,
-        up_bytes_per_s=settings.up_bytes_per_s,
-        down_bytes_per_s=settings.down_bytes_per_s,
-        job=settings.job,
-        rack=settings.rack,
-        rates_guessed=settings.rates_guessed,
-    )
-    engine.node.start_role("member", MemberSettings(member, leader, settings.expected))
-    engine.start()
+        data = ArrayData(mirror=settings.mirror)
+        engine, leader = prepare_engine(settings, roles, timeout, data, make_engine)
+        engine.start()
+        watch = EngineWatch(engine.thread) if settings.engine == "auto" else None
     try:
         _wait(engine.client.join(), timeout, f"the scheduler {leader} did not let {settings.name} in")
     except BaseException:
         engine.stop(0.1)
         raise
-    return Fabric(engine, settings, roles, log)
-
-
-def _find(settings: Settings, timeout: float, tls: Tls | None) -> Found | None:
-    """Who schedules; None: we do, as nobody else does and it is ours to begin."""
-    who = (settings.name, settings.secret)
-    if not settings.embeds_if_alone:
-        return find_scheduler(settings.scheduler, *who, timeout, settings.job, tls, settings.others)
-    first, *rest = settings.others
-    patience = ALONE_RESTARTED_S if settings.restarted else ALONE_S
-    try:
-        return find_scheduler(first, *who, patience, settings.job, tls, rest)
-    except NobodyThereError:
-        return None
+    return Fabric(engine, settings, roles, watch)
 
 
 def local(
@@ -487,6 +465,7 @@ def local(
     log: str | Path | None = None,
     up: str | float | None = None,
     down: str | float | None = None,
+    engine: str | None = None,
 ) -> Fabric:
     """A whole small fabric in this process, over TCP on loopback. What is returned is its first worker;
     `.workers` are all of them, `.run(work)` calls a function for each in a thread of its own."""
@@ -507,6 +486,7 @@ def local(
                     up=up,
                     down=down,
                     log=log,
+                    engine=engine,
                 )
             )
     except BaseException:
@@ -521,7 +501,7 @@ class LocalFabric(Fabric):
 
     def __init__(self, members: list[Fabric]) -> None:
         first = members[0]
-        super().__init__(first._engine, first._settings, first.roles, first._log)
+        super().__init__(first._engine, first._settings, first.roles, first._watch)
         self.workers = (self, *members[1:])
 
     def close(self) -> None:

@@ -20,6 +20,8 @@ from mlfabric.units import goodput, parse_rate
 
 # The scheduler's port where none is given.
 DEFAULT_PORT = 7070
+# Where the engine of a member runs; "auto": a thread, or a process if a look at this one advises it.
+ENGINES = ("thread", "process", "auto")
 # Under torchrun the scheduler's port follows from that of torchrun's own store, in a range that kernels give
 # to nobody by themselves: where torchrun draws a port, the next ones may be taken at any moment.
 FIRST_PORT, PORTS = 20000, 12768
@@ -46,7 +48,11 @@ class Settings:
     tls: Path | None = None  # a folder with this host's certificate
     listen: tuple[str, int] | None = None  # where this member listens; None: found by the route
     least_lease_s: float = 0.0  # an embedded scheduler never takes shorter silence for death
+    max_rate_bytes_per_s: float | None = None  # what this host may send, by all processes of the fabric on it
+    job_max_rate_bytes_per_s: float | None = None  # what this job may send from any one host
+    pace: bool = False  # spread what collectives send over the time until it is needed
     mirror: Path | None = None  # a folder where the weights this member leads can be read, even after a kill
+    engine: str = "thread"  # one of ENGINES
     others: tuple[tuple[str, int], ...] = ()  # where else somebody may listen who knows the scheduler
     embeds_if_alone: bool = False  # schedules if nobody else does: it listens at the first of the addresses
     restarted: bool = False  # an earlier life of this process may still hold its name for a moment
@@ -67,6 +73,10 @@ def from_environment(
     host: str | None = None,
     listen: str | None = None,
     tls: str | Path | None = None,
+    engine: str | None = None,
+    max_rate: str | float | None = None,
+    job_max_rate: str | float | None = None,
+    pace: bool | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Settings:
     """Arguments first, then MLFABRIC_ variables, then torchrun's, then defaults."""
@@ -107,7 +117,11 @@ def from_environment(
         listen=listens,
         tls=Path(tls or env["MLFABRIC_TLS"]) if tls or env.get("MLFABRIC_TLS") else None,
         insecure=insecure if insecure is not None else env.get("MLFABRIC_INSECURE") == "1",
+        pace=pace if pace is not None else _flag(env, "MLFABRIC_PACE"),
         rack=env.get("MLFABRIC_RACK"),
+        engine=_engine(engine or env.get("MLFABRIC_ENGINE")),
+        max_rate_bytes_per_s=read_limit(max_rate or env.get("MLFABRIC_MAX_RATE")),
+        job_max_rate_bytes_per_s=read_limit(job_max_rate or env.get("MLFABRIC_JOB_MAX_RATE")),
         rates_guessed=all(r is None for r in (up, down, env.get("MLFABRIC_UP"), env.get("MLFABRIC_DOWN"))),
         others=tuple(others),
         embeds_if_alone=bool(others) and embed_scheduler is None and listens == scheduler,
@@ -124,9 +138,11 @@ class TorchSettings:
     scheduler: str | None  # a standalone scheduler to use instead of an embedded one
     dump_prefix: str  # where the record of recent operations goes after a time-out; the rank is appended
     record_entries: int  # operations remembered for it
+    pace: bool  # spread what collectives send over the time until it is needed
+    engine: str | None = None  # where the engine runs, if the script says so
 
 
-def torch_settings(environment: Mapping[str, str] | None = None) -> TorchSettings:
+def torch_settings(pace: bool | None = None, environment: Mapping[str, str] | None = None) -> TorchSettings:
     env = os.environ if environment is None else environment
     default = str(Path(tempfile.gettempdir()) / "mlfabric_trace_rank_")
     entries = _whole(env, "TORCH_FR_BUFFER_SIZE")
@@ -136,6 +152,7 @@ def torch_settings(environment: Mapping[str, str] | None = None) -> TorchSetting
         env.get("MLFABRIC_SCHEDULER"),
         env.get("MLFABRIC_DUMP_FILE") or env.get("TORCH_FR_DUMP_TEMP_FILE") or default,
         entries if entries is not None and entries > 0 else 2000,
+        pace if pace is not None else _flag(env, "MLFABRIC_PACE"),
     )
 
 
@@ -145,6 +162,13 @@ def _torchrun_address(env: Mapping[str, str]) -> str | None:
     port = _whole(env, "MASTER_PORT") or 0
     # torchrun's own store holds MASTER_PORT; halfway round the range is far from it.
     return f"{env['MASTER_ADDR']}:{FIRST_PORT + (port + PORTS // 2) % PORTS}"
+
+
+def _flag(env: Mapping[str, str], key: str) -> bool:
+    written = env.get(key, "0")
+    if written not in ("0", "1"):
+        raise FabricError(f"{key} is {written!r}; write 1 or 0")
+    return written == "1"
 
 
 def _whole(env: Mapping[str, str], key: str) -> int | None:
@@ -197,6 +221,14 @@ def _listen(written: str | None) -> tuple[str, int] | None:
     return host, port if re.search(r":\d+$", written) else 0
 
 
+def _engine(written: str | None) -> str:
+    if written is None or written == "":
+        return "thread"
+    if written not in ENGINES:
+        raise FabricError(f"unknown engine {written!r}; it is one of {', '.join(ENGINES)}")
+    return written
+
+
 def _own_address(addresses: tuple[tuple[str, int], ...]) -> tuple[str, int] | None:
     """The one of these that is on this host; None where none is, or several are."""
     ours = []
@@ -212,6 +244,19 @@ def _default_name(env: Mapping[str, str], host: str) -> str:
     """Under torchrun the same after a restart; else one that nobody else has."""
     number = env.get("LOCAL_RANK") or os.getpid()
     return re.sub(r"[^A-Za-z0-9_.\-]", "-", f"{host}-{number}")[:64]
+
+
+def read_limit(written: str | float | None) -> float | None:
+    """Payload bytes per second of a limit, which people write in bits on the wire; "none": no limit."""
+    if written is None or written == "none":
+        return None
+    try:
+        rate = parse_rate(written)
+    except ValueError as error:
+        raise FabricError(str(error)) from None
+    if rate <= 0:
+        raise FabricError(f"a limit of {written!r} lets nothing through; give one above zero, or none")
+    return goodput(rate)
 
 
 def _rate(given: str | float | None, written: str | None, scheduler: tuple[str, int]) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -96,8 +96,12 @@ class ArrayData:
                 raise FabricError(f"a transfer of {count} {dtype} does not fit its place in {buffer}")
             return target[start : start + count]
         self._check_room(size_bytes)
-        self._buffers[buffer] = np.empty(count, kind)
+        self._buffers[buffer] = self.room(buffer, count, kind)
         return self._buffers[buffer]
+
+    def room(self, buffer: str, count: int, kind: Any) -> Vector:
+        """Memory for what arrives."""
+        return np.empty(count, kind)
 
     def _incoming_coded(self, buffer: str, dtype: str, size_bytes: int) -> Vector:
         """A place for coded numbers; they are decoded when somebody needs them."""

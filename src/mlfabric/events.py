@@ -140,6 +140,13 @@ class RatesMeasured(Event, frozen=True):
     down_bytes_per_s: float | None
 
 
+class FlowsMeasured(Event, frozen=True):
+    """How fast bulk bytes go to peers: (peer, payload bytes per second, whether the network held them back);
+    None when they have just begun, zero when they have all gone."""
+
+    flows: tuple[tuple[str, float | None, bool], ...]
+
+
 class DrainRequested(Event, frozen=True):
     """The node wants to leave once nothing needs it."""
 

@@ -40,18 +40,27 @@ class Layout:
             raise ShapeMismatch("all arrays of the model are empty; there is nothing to train")
         return layout
 
-    def pack(self, arrays: Mapping[str, Any], copy: bool = True) -> Vector:
-        """The arrays as one vector; without `copy` a single array that fits is used as it is."""
+    def as_it_is(self, arrays: Mapping[str, Any]) -> Vector | None:
+        """A single array that fits is the vector already; None: the arrays have to be packed."""
         self.check(arrays)
-        if not copy and len(self.specs) == 1:
+        if len(self.specs) == 1:
             only = np.asarray(arrays[self.specs[0].name])
             if only.dtype == self.dtype and only.flags.c_contiguous:
                 return only.reshape(-1)
-        vector = np.empty(self.elements, self.dtype)
+        return None
+
+    def pack_into(self, arrays: Mapping[str, Any], vector: Vector) -> None:
+        """Put the arrays into a vector, one after the other."""
+        self.check(arrays)
         at = 0
         for spec, size in zip(self.specs, self.sizes, strict=True):
             vector[at : at + size] = np.asarray(arrays[spec.name]).reshape(-1)
             at += size
+
+    def pack(self, arrays: Mapping[str, Any]) -> Vector:
+        """The arrays as one vector of its own."""
+        vector = np.empty(self.elements, self.dtype)
+        self.pack_into(arrays, vector)
         return vector
 
     def unpack(self, vector: Vector) -> dict[str, Vector]:

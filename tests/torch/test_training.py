@@ -91,13 +91,19 @@ def test_parameter_groups_keep_their_own_settings() -> None:
         np.testing.assert_allclose(mine.detach(), theirs.detach(), rtol=1e-3, atol=1e-5)
 
 
-def train_together(count: int, mode: Any, steps: int = 15, **wishes: Any) -> list[Any]:
+def train_together(
+    count: int, mode: Any, steps: int = 15, engine: str = "thread", **wishes: Any
+) -> list[Any]:
     """Workers in threads of their own; their models at the end."""
     models = [make_model(seed) for seed in range(count)]
     fabrics: list[Fabric] = []
     for rank in range(count):
         where = fabrics[0].address if rank else "127.0.0.1:0"
-        fabrics.append(mf.join(where, name=f"w{rank}", host=f"h{rank}", scheduler=rank == 0, expected=count))
+        fabrics.append(
+            mf.join(
+                where, name=f"w{rank}", host=f"h{rank}", scheduler=rank == 0, expected=count, engine=engine
+            )
+        )
     errors: list[BaseException] = []
     done = threading.Barrier(count)
 
@@ -125,15 +131,19 @@ def train_together(count: int, mode: Any, steps: int = 15, **wishes: Any) -> lis
     return models
 
 
-@pytest.mark.parametrize("pull", ["after", "alongside", "overlapped"])
-def test_workers_end_with_the_model_that_all_of_them_trained(pull: str) -> None:
-    models = train_together(3, "async", pull=pull)
+@pytest.mark.parametrize(
+    ("pull", "engine"),
+    [("after", "thread"), ("alongside", "thread"), ("overlapped", "thread"), ("overlapped", "process")],
+)
+def test_workers_end_with_the_model_that_all_of_them_trained(pull: str, engine: str) -> None:
+    models = train_together(3, "async", engine=engine, pull=pull)
     judge = batches(50, 4)
     assert judged(models[0], judge) < 0.7 * judged(make_model(0), judge)
 
 
-def test_ranks_in_step_hold_the_same_bits() -> None:
-    models = train_together(3, "sync")
+@pytest.mark.parametrize("engine", ["thread", "process"])
+def test_ranks_in_step_hold_the_same_bits(engine: str) -> None:
+    models = train_together(3, "sync", engine=engine)
     for other in models[1:]:
         for mine, theirs in zip(models[0].parameters(), other.parameters(), strict=True):
             assert torch.equal(mine, theirs)

@@ -23,7 +23,7 @@ UNKNOWN_OVERSUBSCRIPTION: Final = 8
 # expected to be faster by this factor.
 UNEVEN_COST: Final = 1.12
 # Chunks where all hosts are alike, and where a slow one, or one more stage, makes all wait for the last.
-EVEN_CHUNK_BYTES: Final = 512 * 1024
+EVEN_CHUNK_BYTES: Final = 256 * 1024
 UNEVEN_CHUNK_BYTES: Final = 128 * 1024
 
 

@@ -243,6 +243,12 @@ class GroupWaits(Action, frozen=True):
     missing: tuple[str, ...]
 
 
+class LimitSending(Action, frozen=True):
+    """Let this process send no more payload bytes per second, over all its connections; None: no limit."""
+
+    bytes_per_s: float | None
+
+
 class FailJob(Action, frozen=True):
     """Nothing more will come of this job; pending waits end with this sentence."""
 

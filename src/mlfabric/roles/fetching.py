@@ -1,4 +1,4 @@
-"""A worker's side of pulls: parts of the model that come from the leaders of its shards."""
+"""A worker's side of pulls: parts of the model that come from those who hold its shards."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class Fetching:
         self._shards = shards  # the worker's: as it knows them
         self._pulls: dict[str, _Pull] = {}
         self.pulled_at = 0  # updates that had an outcome when the last model was asked for
+        self.has_model = False
 
     def begin(self, wanted: PullWanted) -> list[Action]:
         self._pulls[wanted.pull] = _Pull(wanted)
@@ -60,6 +61,7 @@ class Fetching:
             versions = tuple(pull.versions[index] for index in sorted(pull.versions))
             self.pulled_at = max(self.pulled_at, pull.wanted.clock)
             del self._pulls[name]
+            self.has_model = True
             return ResolvePull(name, versions)
         return None
 

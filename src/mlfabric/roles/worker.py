@@ -378,7 +378,8 @@ class Worker:
         after = 0
         if self._every and clock > self._fetching.pulled_at:
             after = min(base.count for base in self._began(self._bases)) + self._every
-        return self._fetching.begin(PullWanted(event.pull, event.with_state, clock, after))
+        first = not (self._fetching.has_model or event.with_state or self._counts["offered"])
+        return self._fetching.begin(PullWanted(event.pull, event.with_state, first, clock, after))
 
     def _began(self, bases: tuple[Version, ...]) -> tuple[Version, ...]:
         """Where one step takes several gradients, the versions at which it began: its weights are theirs."""

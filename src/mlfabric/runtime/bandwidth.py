@@ -112,13 +112,17 @@ class HostRates:
         self._backlog: list[bool] = []
         self._busy: list[int] = []
 
-    def look(self, now: float, flows: Sequence[FlowState]) -> list[bool]:
-        """Take a look at all flows; which of them are pressed by their receiver rather than by our uplink."""
+    def look(self, now: float, flows: Sequence[FlowState], held_back: bool = False) -> list[bool]:
+        """Take a look at all flows; which of them are pressed by their receiver rather than by our uplink.
+
+        While we hold our bytes back ourselves (`held_back`) they say nothing about any link.
+        """
         backlog = [flow.waiting_bytes >= BACKLOG_BYTES for flow in flows]
         near = [index for index, flow in enumerate(flows) if not flow.far]
         if len(near) < 2:
             near = list(range(len(flows)))
-        up_limits = sum(backlog[index] for index in near) >= max(2, (len(near) + 1) // 2)
+        waiting = sum(backlog[index] for index in near)
+        up_limits = waiting >= max(2, (len(near) + 1) // 2) and not held_back
         acked = sum(flow.acked_bytes for flow in flows)
         pressing = sum(flows[index].pressed_by_peer for index in near)
         down_limits = pressing >= max(2, NEARLY_ALL * len(near))
@@ -129,7 +133,7 @@ class HostRates:
         free = not up_limits and self._uplink_is_free(now, acked)
         before, self._backlog = self._backlog, backlog
         self._last = (now, acked)
-        if not free or len(before) != len(backlog):
+        if held_back or not free or len(before) != len(backlog):
             return [False] * len(flows)
         return [now_waits and waited for now_waits, waited in zip(backlog, before, strict=True)]
 

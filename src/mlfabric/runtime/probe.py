@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from mlfabric.config import format_address, parse_address
 from mlfabric.errors import ConnectError
-from mlfabric.messages import ControlMessage, DrainWanted, StatusWanted
+from mlfabric.messages import ControlMessage, DrainWanted, LimitWanted, StatusWanted
 from mlfabric.runtime.tls import Tls
 from mlfabric.runtime.trust import NONCE_BYTES, Handshake, Purpose, Refused
 from mlfabric.wire import (
@@ -104,7 +104,7 @@ def _hello(name: str, secret: bytes, purpose: Purpose, job: str) -> Handshake:
 def ask_scheduler(
     address: tuple[str, int],
     secret: bytes,
-    question: StatusWanted | DrainWanted,
+    question: StatusWanted | DrainWanted | LimitWanted,
     timeout_s: float,
     job: str = "",
     tls: Tls | None = None,

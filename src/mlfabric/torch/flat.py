@@ -6,6 +6,7 @@ copy and an update none. Two gradient vectors take turns: one is on its way whil
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from mlfabric.numerics import Vector
 
 
 class FlatModel:
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, empty: Callable[[int], Vector]) -> None:
+        """`empty` makes the vectors: in memory that the fabric's engine can read, where it has any."""
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         if not self.parameters:
             raise FabricError("the model has no parameter that is trained")
@@ -31,8 +33,8 @@ class FlatModel:
         self.buffers = [b for b in model.buffers() if b.dtype == torch.float32 and b.numel()]
         self.trained: int = sum(p.numel() for p in self.parameters)
         self.averaged: int = sum(b.numel() for b in self.buffers)
-        self.values = torch.empty(self.trained + self.averaged)
-        self._gradients = [torch.zeros(self.trained + self.averaged) for _ in range(2)]
+        self.values = torch.from_numpy(empty(self.elements))
+        self._gradients = [torch.from_numpy(empty(self.elements)) for _ in range(2)]
         self._turn = 0
         with torch.no_grad():
             at = 0

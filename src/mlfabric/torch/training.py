@@ -59,7 +59,7 @@ class Training:
         self.delays: list[int] = []  # of committed updates, in updates
         self._wishes = wishes
         self._timeout = timeout
-        self._flat = FlatModel(model)
+        self._flat = FlatModel(model, fabric.empty)
         workers = max(fabric.expected, fabric.worker_count)
         check_fits(wishes, workers, self._flat.averaged)
         served = wishes.mode in ("async", "ssp", "backup")
