@@ -34,7 +34,7 @@ def delays(folder: Path) -> list[int]:
 def test_asynchronous_training_with_a_dead_server_is_within_a_point_of_synchronous(
     worlds: Worlds, tmp_path: Path
 ) -> None:
-    steps = 700
+    steps = 400
     common: dict[str, Any] = {"data": str(DATA), "steps": steps, "logs": str(tmp_path), "timeout": 400.0}
     together = worlds.check(
         "learn_fashion", WORKERS, port=free_port(), mode="sync", lr=2e-3, dies_at=-1, **common
