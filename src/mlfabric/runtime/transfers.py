@@ -10,10 +10,10 @@ from collections.abc import Callable
 from mlfabric.messages import TransferHeader
 from mlfabric.node import Node
 from mlfabric.numerics import Vector
+from mlfabric.roles.flows import TICK_S, FlowSample, FlowWatch
 from mlfabric.runtime.allowance import Allowance
 from mlfabric.runtime.connection import Connection, Receiving, Sending
 from mlfabric.runtime.counters import Traffic
-from mlfabric.runtime.flows import TICK_S, FlowSample, FlowWatch
 from mlfabric.wire import Frame, WireError, decode_open, encode_open
 
 
