@@ -12,11 +12,11 @@ from mlfabric.bench.transfer import summarise
 from mlfabric.bench.transfer_rank import TransferBench, TransferOrder, TransferReport
 from mlfabric.errors import FabricError
 from mlfabric.units import goodput
-from tests.runtime.test_torchrun import free_pair, variables
+from tests.runtime.test_torchrun import free_port, variables
 
 
 def run_ranks(order: TransferOrder, ranks: int) -> TransferReport:
-    port = free_pair()
+    port = free_port()
     reports: dict[int, TransferReport] = {}
 
     def rank(index: int) -> None:

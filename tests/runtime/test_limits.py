@@ -15,6 +15,7 @@ from mlfabric.errors import FabricError
 from mlfabric.messages import LimitAnswered, LimitWanted, StatusReport, StatusWanted
 from mlfabric.rules import Sum
 from mlfabric.runtime.probe import ask_scheduler
+from tests.runtime.engines import engine_of
 
 SIZE = 1_200_000
 LIMIT = 4_000_000.0  # payload bytes per second
@@ -34,7 +35,7 @@ def set_limit(fabric: Fabric, target: str, rate: float | None) -> LimitAnswered:
 
 def wait_for_limit(fabric: Fabric, rate: float | None) -> None:
     until = time.monotonic() + 10
-    while fabric._engine.allowance.limit_bytes_per_s != rate:
+    while engine_of(fabric).allowance.limit_bytes_per_s != rate:
         assert time.monotonic() < until
         time.sleep(0.005)
 

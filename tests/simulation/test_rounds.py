@@ -26,6 +26,7 @@ def round_s(workers: int, spread_s: float) -> tuple[float, float]:
     model = {"model": np.zeros(SIZE // 4, np.float32)}
 
     def work(index: int, node: SimNode) -> Process:
+        assert node.joined is not None
         yield node.joined
         yield node.client.publish(model, Sum(), JobSettings(unbounded=True))
         yield BEGIN_S + uniform(1, "offer", index) * spread_s - sim.now

@@ -26,15 +26,16 @@ from mlfabric.roles.groups import Groups
 from mlfabric.roles.leases import Leases
 from mlfabric.roles.limits import Limits
 from mlfabric.roles.orderbook import OrderBook
+from mlfabric.roles.pace import Pace
 from mlfabric.topology import Network
 
 
 @dataclass(slots=True)
 class Fetch:
-    """A pull under way: whose, which shards are still to come, and what that takes of the links."""
+    """A pull under way: whose, from whom each shard is still to come, and what that takes of the links."""
 
     node: str
-    shards: set[int]
+    sources: dict[int, str]  # shard -> node
     reserved: dict[int, tuple[Reserved, float]]  # shard -> (transfer, when it should end)
 
 
@@ -55,11 +56,13 @@ class Job:
     promoting: dict[int, tuple[str, str]] = field(default_factory=dict)  # shard -> (replica, reason)
     changes: dict[int, LeaderChanged] = field(default_factory=dict)  # the last per shard
     failed: str | None = None
+    ending: float | None = None  # a leader left whom nobody could follow: when that is a failure
     moving: dict[int, tuple[str, bool]] = field(default_factory=dict)  # shard -> (why, leader was told)
     moved_at: dict[int, float] = field(default_factory=dict)  # for the sake of a better link
     alone: bool = False  # too few members are heard to decide anything
     enough: tuple[float, bool] = (-1.0, False)  # until when it is known whether enough are heard
     given_up: dict[str, float] = field(default_factory=dict)  # of late and on suspicion only: until when
+    pace: Pace | None = None  # of the model's steps, where they are bound to each other
 
 
 class Domain:

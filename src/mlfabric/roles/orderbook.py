@@ -27,6 +27,7 @@ from mlfabric.roles.actions import Action, Note, Send
 from mlfabric.roles.entries import Entries, WaitingUpdate
 from mlfabric.roles.granting import Granting
 from mlfabric.roles.release import at_full_rate, due_prefix, host_of, lookahead
+from mlfabric.roles.rounds import choose
 from mlfabric.roles.withdrawing import Withdrawing
 from mlfabric.topology import Network
 
@@ -122,9 +123,10 @@ class OrderBook:
         workers = sum(1 for member in members.values() if "worker" in member.roles)
         bound = self.entries.max_delay(workers)
         actions = self._granting.grant_remainders(network, members, bound, now)
-        if not self.entries.decidable():
+        chosen = choose(self.entries, network, members, now)
+        if not chosen:
             return actions
-        state, offers = self._situation(members, workers, bound, max_rate_bytes_per_s)
+        state, offers = self._situation(chosen, members, workers, bound, max_rate_bytes_per_s)
         plan = at_full_rate(
             plan_updates(network, [*others, *self.entries.reserved(now)], state, offers, 0.0),
             now,
@@ -166,12 +168,17 @@ class OrderBook:
         return min(first + GATHER_SHARE * lasts_s, last + QUIET_SHARE * lasts_s)
 
     def _situation(
-        self, members: Mapping[str, MemberInfo], workers: int, bound: int | None, max_rate: float | None
+        self,
+        chosen: list[WaitingUpdate],
+        members: Mapping[str, MemberInfo],
+        workers: int,
+        bound: int | None,
+        max_rate: float | None,
     ) -> tuple[JobState, list[Offer]]:
         placed = {index: self.entries.placed_count(index) for index in self.shards}
         top = max(placed.values())
         offers = []
-        for waiting in self.entries.decidable():
+        for waiting in chosen:
             offer = waiting.offer
             behind = max(
                 placed[index] - count_at(offer.bases[index], self.shards[index].fail_overs)

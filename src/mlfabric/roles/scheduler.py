@@ -83,15 +83,15 @@ class Scheduler:
         self._company = Company(self._domain)
         self._pulls = Pulls(self._domain)
         self._placing = Placing(self._domain, self._pulls)
-        self._failover = FailOver(self._domain, self._placing)
+        self._failover = FailOver(self._domain, self._placing, self._pulls)
         self._handover = Handover(self._domain, self._placing)
         self._resuming = Resuming(self._domain, self._placing, self._failover)
         self._admission = Admission(self._domain, self._company, self._placing, self._resuming)
         self._look_at = 0.0
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        if isinstance(event, MessageReceived):
-            self._domain.leases.heard(event.sender, now, beat=isinstance(event.message, Heartbeat))
+        if isinstance(event, MessageReceived) and isinstance(event.message, Heartbeat):
+            self._domain.leases.heard(event.sender, event.message.sent_s, now)
         if self._resuming.rebuilding is not None:
             actions, later = self._resuming.rebuild(self._resuming.rebuilding, event, now)
             return [*actions, *(action for each in later for action in self.handle(each, now))]
@@ -107,7 +107,8 @@ class Scheduler:
                 if node in self._domain.members:
                     self._domain.doubtful.add(node)  # its silence will tell, or its next word
             case DeadlinePassed():
-                return [*self._silent(now), *self._look_after_groups(now), *self._plan_due(now)]
+                ends = self._failover.end_jobs(now)
+                return [*self._silent(now), *ends, *self._look_after_groups(now), *self._plan_due(now)]
         return []
 
     def _on_message(self, sender: str, message: ControlMessage, now: float) -> list[Action]:
@@ -224,7 +225,8 @@ class Scheduler:
                 actions += self._drain_on(job, now)
             if job.moving and book is not None:
                 actions += self._handover.ask_to_yield(job)
-            if book is None or not job.ready or self._is_moving(job):
+            actions += self._pulls.serve_due(job, now)
+            if book is None or not self._goes_on(job):
                 continue
             if book.entries.plan_at is None or now < book.entries.plan_at:
                 continue
@@ -247,8 +249,10 @@ class Scheduler:
             actions += book.plan(self._domain.network, others, self._domain.planned_with(job), now, limit)
         return actions
 
-    def _is_moving(self, job: Job) -> bool:
-        return bool(job.promoting or job.moving)
+    def _goes_on(self, job: Job) -> bool:
+        """Whether updates can be granted: every shard is led, and stays where it is."""
+        over = job.failed is not None or job.ending is not None
+        return job.ready and not (job.promoting or job.moving or over)
 
     def drain(self, target: str, only: str | None = None) -> DrainAnswered:
         """What `DrainWanted` will do, for whoever asks; `only`: members of this job."""
@@ -273,13 +277,10 @@ class Scheduler:
             return self._resuming.rebuilding.until
         times = [max(self._domain.leases.until_s(name), self._look_at) for name in self._domain.members]
         for job in self._domain.jobs.values():
-            if (
-                job.book is not None
-                and job.book.entries.plan_at is not None
-                and job.ready
-                and not self._is_moving(job)
-            ):
+            if job.book is not None and job.book.entries.plan_at is not None and self._goes_on(job):
                 times.append(job.book.entries.plan_at)
+            if job.ending is not None:
+                times.append(job.ending)
             times += job.groups.deadlines()
         return min(times, default=None)
 

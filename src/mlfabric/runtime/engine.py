@@ -15,15 +15,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 
-from mlfabric.client import Client, OperationCall
+from mlfabric.client import Answers, Client, NodeCourier
 from mlfabric.collective.switchboard import Switchboard
 from mlfabric.config import parse_address
 from mlfabric.data import DataPlane
-from mlfabric.eventlog import LogSink
-from mlfabric.events import Event, FlowsMeasured, RatesMeasured
+from mlfabric.eventlog import FileLog, LogSink
+from mlfabric.events import FlowsMeasured, GroupRequested, RatesMeasured
+from mlfabric.groupcalls import GroupCalls
 from mlfabric.messages import (
     LEFT,
     ControlMessage,
@@ -71,12 +70,17 @@ class Engine:
         insecure: bool = False,
         job_secrets: Mapping[str, bytes] | None = None,
         tls: Tls | None = None,
+        pace: bool = False,
     ) -> None:
         self.name = name
+        self.log = log
         self.allowance = Allowance()
         self.node = Node(name, self, data, log)
-        self.mesh = Mesh(Switchboard(name), self._open_link, self._link_ended)
-        self.client = Client(self.node, self._post, self.call, self.mesh.board)
+        self.mesh = Mesh(Switchboard(name), self._open_link, self._link_ended, pace)
+        self.groups = GroupCalls(name, self.mesh.board, self.call, self._request_group)
+        self.client = Client(NodeCourier(self.node, self.call, self.groups), self.groups)
+        self.answers: Answers = self.client
+        self.workers: tuple[str, ...] = ()  # of our job, as the scheduler last told
         self._complaints = Complaints()
         self.reception = Reception(name, listen, secret, insecure, job_secrets, tls, self._complaints)
         self._listener = self.reception.listener
@@ -116,7 +120,7 @@ class Engine:
         self._stopping = False
         self._linger_until: float | None = None
         self._said_goodbye = False
-        self._thread = threading.Thread(target=self._main, name=f"mlfabric-{name}", daemon=True)
+        self.thread = threading.Thread(target=self._main, name=f"mlfabric-{name}", daemon=True)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -126,14 +130,19 @@ class Engine:
     def traffic(self) -> Traffic:
         return self._transfers.traffic
 
+    @property
+    def noticed_s(self) -> list[float]:
+        """When the rates of this host were seen to change, lately."""
+        return self.mesh.rates.noticed
+
     def start(self) -> None:
-        self._thread.start()
+        self.thread.start()
 
     def stop(self, linger_s: float = 1.0) -> None:
         """Wait for the scheduler's good-bye, for a short while at most, then close everything."""
         self.call(lambda: self._begin_stop(linger_s))
-        if threading.current_thread() is not self._thread:
-            self._thread.join(linger_s + 5.0)
+        if threading.current_thread() is not self.thread:
+            self.thread.join(linger_s + 5.0)
 
     def _begin_stop(self, linger_s: float) -> None:
         self._linger_until = time.monotonic() + linger_s
@@ -160,13 +169,6 @@ class Engine:
         with contextlib.suppress(OSError):  # it is awake already, or gone
             self._wake_out.send(b"x")
 
-    def _post(self, role: str, event: Event, before: Callable[[], None]) -> None:
-        def do() -> None:
-            before()
-            self.node.post(role, event)
-
-        self.call(do)
-
     # --- collectives --------------------------------------------------------------------------------------
 
     def form_group(self, number: int, name: str, nodes: tuple[str, ...]) -> None:
@@ -176,14 +178,8 @@ class Engine:
     def adopt_shares(self, shares: SharesPlanned) -> None:
         self.mesh.board.adopt(shares)
 
-    def waiting_for(self, call: OperationCall) -> str:
-        """Who or what a collective call waits for, in words."""
-        answer: Future[str] = Future()
-        self.call(lambda: answer.set_result(self.client.waiting_for(call)))
-        try:
-            return answer.result(1.0)
-        except FutureTimeout:
-            return "the engine is busy"
+    def _request_group(self, name: str, nodes: tuple[str, ...]) -> None:
+        self.node.post("participant", GroupRequested(name, nodes))
 
     # --- the loop ---------------------------------------------------------------------------------------
 
@@ -193,11 +189,11 @@ class Engine:
                 self._turn()
         except Exception as error:  # the thread must not die silently: whoever waits would wait for ever
             logger.exception("the engine of %s failed", self.name)
-            self.client.resolve(FailJob(f"the engine of {self.name} failed: {error!r}"))
+            self.answers.resolve(FailJob(f"the engine of {self.name} failed: {error!r}"))
         finally:
             self._close_all()
-            self.client.resolve(FailJob(f"{self.name} has left the fabric"))
-            self.client.end_groups(f"{self.name} has left the fabric")
+            self.answers.resolve(FailJob(f"{self.name} has left the fabric"))
+            self.answers.end_groups(f"{self.name} has left the fabric")
 
     def _turn(self) -> None:
         self._watch_mesh()
@@ -215,12 +211,12 @@ class Engine:
                     self._write(connection)
                 if mask & selectors.EVENT_READ and connection in self._connections:
                     self._read(connection)
-        now = time.monotonic()
-        if links_wait or (self.mesh.rests and now >= self.mesh.rest_until):
-            self.mesh.serve(now)
+        if links_wait or (self.mesh.rests and time.monotonic() >= self.mesh.rest_until):
+            self.mesh.serve(time.monotonic())
         while self._calls:
             self._calls.popleft()()
         self.mesh.flush()
+        now = time.monotonic()
         if self.allowance.waits and self.allowance.may_send(now):
             self._send_on()
         at = self.node.next_deadline()
@@ -302,6 +298,8 @@ class Engine:
         self.mesh.close()
         self._wake_in.close()
         self._wake_out.close()
+        if isinstance(self.log, FileLog):
+            self.log.close()
 
     # --- connections ------------------------------------------------------------------------------------
 
@@ -431,10 +429,14 @@ class Engine:
     def observe(self, message: Members | HeartbeatSeen | NodeLost) -> None:
         match message:
             case Members(members=members):
+                self.workers = tuple(member.node for member in members if "worker" in member.roles)
                 for member in members:
                     self.mesh.place(member.node, member.rack)
                     if member.node != self.name and member.address:
                         self.know(member.node, parse_address(member.address))
+                # In turn: what was said of them before is still to be done.
+                names = [member.node for member in members]
+                self.call(lambda: self._departures.listed(names))
             case HeartbeatSeen(sent_s=sent, seen_s=seen):
                 self._clock.answered(sent, seen)
             case NodeLost(node=node) if node == self.name:
@@ -448,4 +450,4 @@ class Engine:
         elif isinstance(action, LimitSending):
             self.allowance.set_limit(action.bytes_per_s, time.monotonic())
         else:
-            self.client.resolve(action)
+            self.answers.resolve(action)

@@ -55,6 +55,7 @@ class Link:
         self.peer = peer
         self.received_bytes = 0
         self.moved_bytes = 0  # both ways, since the mesh looked
+        self.sent_bytes = 0  # given to the kernel, ever
         self._board = board
         self._allowance = allowance or Allowance()
         self._traffic = traffic or Traffic()
@@ -91,6 +92,7 @@ class Link:
                 break
             allowance.took(count)
             self.moved_bytes += count
+            self.sent_bytes += count
             if not self._advance(count) and not self._sealed and allowed is self._out:
                 self.blocked = True
                 break
