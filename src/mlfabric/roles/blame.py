@@ -18,12 +18,17 @@ from dataclasses import dataclass
 
 # A link that carries this share of what is believed of it is full.
 FULL = 0.88
+# Flows that a link holds back get like parts of it; one that gets less than this share of another's part is
+# held back elsewhere.
+FAIR = 0.5
 # A report counts for so long; a sender repeats itself while its flow lasts.
 FLOW_S = 1.2
 # For so long reports of other flows are awaited before anybody is blamed.
 DECIDE_S = 0.25
 # Other flows of a link have told by then that one less or one more shares it with them.
 SETTLED_S = 0.4
+# So long does the sum of several flows have to be above what was believed.
+OVER_S = 0.05
 # A link that was seen full so many seconds later than the other is trusted more.
 CLEARLY_S = 0.5
 # How far one report of a full link moves what is believed of it, and differences that are news.
@@ -139,14 +144,15 @@ class LinkBeliefs:
         # One of several flows may have ended without our knowing yet; a single one is sure.
         if belief.over_since is None:
             belief.over_since = now
-        if len(self._flows_of(way)) > 1 and now - belief.over_since < DECIDE_S:
+        flows = self._flows_of(way)
+        sure = all(flow.reports > 1 for flow in flows) and now - belief.over_since >= OVER_S
+        if len(flows) > 1 and not sure:
             return False
         return self._set(way, carried, now)
 
     def _explain(self, flow: _Flow, up: Way, down: Way, now: float) -> bool:
         for way in (up, down):
-            belief = self._beliefs.get(way)
-            if belief is not None and self._carried(way) >= FULL * belief.rate:
+            if self._explains(way, flow):
                 flow.since = None
                 return False
         if flow.since is None:
@@ -156,6 +162,13 @@ class LinkBeliefs:
         flow.since = None
         news = [self._set(way, self._carried(way), now) for way in self._blamed(up, down)]
         return any(news)
+
+    def _explains(self, way: Way, flow: _Flow) -> bool:
+        """Whether a link is full, and the flow has about as much of it as the others."""
+        belief = self._beliefs.get(way)
+        if belief is None or self._carried(way) < FULL * belief.rate:
+            return False
+        return (flow.rate or 0.0) >= FAIR * max(other.rate or 0.0 for other in self._flows_of(way))
 
     def _blamed(self, up: Way, down: Way) -> tuple[Way, ...]:
         out, into = self._held_back(up), self._held_back(down)
