@@ -166,8 +166,9 @@ def run_in_lab(
         said = [Path(rank.log).read_text(errors="replace").splitlines() for rank in result.ranks]
         reports = [next((line for line in lines if line.startswith("{")), None) for lines in said]
         if not result.ok or None in reports:
-            failed = next((lines for lines, report in zip(said, reports, strict=True) if report is None), [])
-            raise FabricError(f"the ranks failed: {failed[-1] if failed else '; '.join(result.complaints)}")
+            first = result.first_failed or next((i for i, report in enumerate(reports) if report is None), 0)
+            why = said[first][-1] if said[first] else "; ".join(result.complaints)
+            raise FabricError(f"rank {first} failed first: {why}")
         return [msgspec.json.decode(report or "", type=report_type) for report in reports]
 
 
