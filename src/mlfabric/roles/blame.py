@@ -163,14 +163,20 @@ class LinkBeliefs:
         news = [self._set(way, self._carried(way), now) for way in self._blamed(up, down)]
         return any(news)
 
+    def _is_full(self, way: Way) -> bool:
+        belief = self._beliefs.get(way)
+        return belief is not None and self._carried(way) >= FULL * belief.rate
+
     def _explains(self, way: Way, flow: _Flow) -> bool:
         """Whether a link is full, and the flow has about as much of it as the others."""
-        belief = self._beliefs.get(way)
-        if belief is None or self._carried(way) < FULL * belief.rate:
+        if not self._is_full(way):
             return False
         return (flow.rate or 0.0) >= FAIR * max(other.rate or 0.0 for other in self._flows_of(way))
 
     def _blamed(self, up: Way, down: Way) -> tuple[Way, ...]:
+        full = [self._is_full(way) for way in (up, down)]
+        if any(full):  # of others' bytes
+            return () if all(full) else (down,) if full[0] else (up,)
         out, into = self._held_back(up), self._held_back(down)
         if out != into and max(out, into) > 1:
             return (up,) if out > into else (down,)
