@@ -26,7 +26,8 @@ class Report(msgspec.Struct, frozen=True):
     virtual: bool = False  # all of it is simulated
 
 
-def make_report(runs: Sequence[RunResult]) -> Report:
+def make_report(runs: Sequence[RunResult], predict: bool = True) -> Report:
+    """With `predict` the simulator is asked as well."""
     rows = summarise(runs)
     found = {}
     for run in runs:
@@ -34,7 +35,9 @@ def make_report(runs: Sequence[RunResult]) -> Report:
             written = scenarios.load(scenarios.find(run.settings.scenario))
             found[run.settings.scenario] = ceilings(fit(written, run.settings), run.settings.limit_s)
     virtual = any(run.simulated for run in runs)
-    return Report(rows, _pairs(runs, rows), found, {} if virtual else _simulate(runs), virtual)
+    return Report(
+        rows, _pairs(runs, rows), found, _simulate(runs) if predict and not virtual else {}, virtual
+    )
 
 
 def _simulate(runs: Sequence[RunResult]) -> dict[str, dict[str, float]]:
