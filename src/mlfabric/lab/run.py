@@ -114,6 +114,7 @@ class RunResult:
     captures: list[Captured]
     complaints: list[str]  # what makes the run a failure
     warnings: list[str]
+    first_failed: int | None = None  # the rank whose end made the others'
 
     @property
     def ok(self) -> bool:
@@ -203,6 +204,7 @@ class _Run:
         self._seen = 0  # of what was done to the lab
         self._down: dict[str, str] = {}  # host to the fault that ended it
         self._failed_at: float | None = None
+        self._first_failed: int | None = None
         self._sampler = LinkSampler(lab, self.folder / "links.csv", options.sample_s)
         self._tails: dict[int, LogTail] = {}
 
@@ -273,7 +275,15 @@ class _Run:
             )
         if (self.folder / "scenario.toml").exists():
             self._write_manifest("failed" if self.complaints else "done", seconds=seconds, busy_share=busy)
-        return RunResult(self.folder, seconds, self.ranks, self.captured, self.complaints, self.warnings)
+        return RunResult(
+            self.folder,
+            seconds,
+            self.ranks,
+            self.captured,
+            self.complaints,
+            self.warnings,
+            self._first_failed,
+        )
 
     def _start_rank(self, rank: Rank) -> None:
         environment = dict(os.environ if self.options.environment is None else self.options.environment)
@@ -354,6 +364,7 @@ class _Run:
         )
         if self._failed_at is None:
             self._failed_at = time.monotonic()
+            self._first_failed = rank.rank
 
     def _learn_what_was_done(self) -> None:
         news = self.lab.done(self._seen)
