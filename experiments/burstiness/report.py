@@ -1,6 +1,6 @@
 """Tables and charts of the results, made from the JSON files of the runs.
 
-python -m experiments.burstiness.report           writes results/tables.md, results/curves.png, results/pacing.png
+python -m experiments.burstiness.report      writes tables.md, curves.png and pacing.png into results/
 """
 
 from __future__ import annotations
@@ -90,10 +90,11 @@ def extrapolation(runs: dict[str, dict[str, Any]]) -> list[str]:
     for name, run in runs.items():
         for jobs, found in run["extrapolation"].items():
             worst = found["worst_backlog_bytes"]
+            best = found["best"]["backlog_median_bytes"] / 1e6
             lines.append(
                 f"| {name} | {jobs} | {'no bound' if worst is None else f'{worst / 1e6:.1f}'} "
                 f"| {found['random']['backlog_median_bytes'] / 1e6:.1f} | {found['random']['loss_mean']:.2%} "
-                f"| {found['random']['no_loss_share']:.0%} | {found['best']['backlog_median_bytes'] / 1e6:.1f} "
+                f"| {found['random']['no_loss_share']:.0%} | {best:.1f} "
                 f"| {found['aligned']['closed_loop_stretch']:.3f}x |"
             )
     return lines
@@ -122,7 +123,8 @@ def pacing(runs: dict[str, dict[str, Any]]) -> list[str]:
 
 def several_jobs(folder: Path) -> list[str]:
     lines = [
-        "| jobs | offered | started | predicted step | measured step | predicted loss, open loop | frames dropped |",
+        "| jobs | offered | started | predicted step | measured step | predicted loss, open loop "
+        "| frames dropped |",
         "|---|---|---|---|---|---|---|",
     ]
     for file in sorted(folder.glob("jobs-*.json")):
