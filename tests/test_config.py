@@ -17,7 +17,7 @@ TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_P
 
 def test_arguments_win_over_variables_and_ours_over_torchruns() -> None:
     plain = from_environment(environment=TORCHRUN)
-    assert (plain.name, plain.scheduler, plain.expected) == ("rank2", ("10.0.0.1", 29501), 4)
+    assert (plain.name, plain.scheduler, plain.expected) == ("rank2", ("10.0.0.1", 30348), 4)
     assert not plain.embed_scheduler
     ours = {**TORCHRUN, "MLFABRIC_SCHEDULER": "h:1", "MLFABRIC_NAME": "n", "MLFABRIC_JOB": "j"}
     named = from_environment(environment=ours)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from typing import Any, Protocol
 
@@ -44,6 +45,12 @@ class GlooContender:
 
     def all_reduce(self, array: Vector) -> None:
         self._dist.all_reduce(self._torch.from_numpy(array))
+
+
+def prepare(names: list[str]) -> None:
+    """Import what contenders need."""
+    if "gloo" in names and importlib.util.find_spec("torch") is not None:
+        importlib.import_module("torch.distributed")
 
 
 def make_contenders(names: list[str], fabric: Fabric) -> list[Contender]:

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from mlfabric.api import Fabric, join
-from mlfabric.bench.contenders import Contender, make_contenders
+from mlfabric.bench.contenders import Contender, make_contenders, prepare
 from mlfabric.numerics import Vector
 
 SLOW_START_AFTER_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
@@ -139,12 +139,13 @@ class Bench:
             times.ended_s.append(time.monotonic())
             going[0] = time.monotonic() < ends
             self._fabric.all_reduce(going, combine="min")
-        times.noticed_s = self._fabric._engine.mesh.rates.noticed
+        times.noticed_s = self._fabric._engine.noticed_s
         return times
 
 
 def main() -> None:
     order = msgspec.json.decode(sys.argv[1], type=RankOrder)
+    prepare(order.contenders)  # imports take longer than a member may be silent
     with join(timeout=60.0) as fabric:
         rank, ranks = fabric.rank_and_size()
         bench = Bench(fabric, rank, ranks, order)

@@ -27,8 +27,8 @@ WHOLE_BYTES = 2048
 # Up to this size equal shares leave with the announcement: what a plan could gain is less than a round trip.
 EAGER_BYTES = 256 * 1024
 # A large array is reduced in rounds, so that a change of plan is not late by a whole operation. They overlap.
-ROUND_BYTES = 4 * 2**20
-ROUND_BYTES_PER_RANK = 512 * 1024
+ROUND_BYTES = 2 * 2**20
+ROUND_BYTES_PER_RANK = 256 * 1024
 # Parts on their way to one rank, unanswered; and to all ranks together.
 WINDOW_BYTES = 512 * 1024
 FLIGHT_BYTES = 4 * 2**20

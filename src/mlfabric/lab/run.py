@@ -25,12 +25,14 @@ from mlfabric.errors import FabricError
 from mlfabric.lab import kernel
 from mlfabric.lab.capture import Captured, Captures
 from mlfabric.lab.manifest import versions
+from mlfabric.lab.place import is_ready, tell_beginning
 from mlfabric.lab.session import Lab
 from mlfabric.lab.watch import LinkSampler, LogTail
 from mlfabric.scenario import Scenario, dump
 
 _POLL_S: Final = 0.02
 _ENTER_S: Final = 60.0
+_READY_S: Final = 300.0
 BUSY: Final = 0.95  # of the processors' time; above it, figures tell more of the machine than of the network
 
 
@@ -54,6 +56,10 @@ class RunOptions:
     grace_s: float = 5.0  # for ranks to end by themselves when one has failed, or when asked to
     sample_s: float = 1.0  # between readings of the link counters
     master_port: int = 29500
+    # The scenario begins when every rank has called inside().begin_together(), not when they are started.
+    together: bool = False
+    # Asked with the seconds since the beginning; once it says so the ranks are ended, which is no failure.
+    until: Callable[[float], bool] | None = None
     environment: Mapping[str, str] | None = None  # default: this process's
     on_line: Callable[[int, str, str], None] | None = None  # rank, host, line of its log
     on_progress: Callable[[Progress], None] | None = None
@@ -108,6 +114,7 @@ class RunResult:
     captures: list[Captured]
     complaints: list[str]  # what makes the run a failure
     warnings: list[str]
+    first_failed: int | None = None  # the rank whose end made the others'
 
     @property
     def ok(self) -> bool:
@@ -197,6 +204,7 @@ class _Run:
         self._seen = 0  # of what was done to the lab
         self._down: dict[str, str] = {}  # host to the fault that ended it
         self._failed_at: float | None = None
+        self._first_failed: int | None = None
         self._sampler = LinkSampler(lab, self.folder / "links.csv", options.sample_s)
         self._tails: dict[int, LogTail] = {}
 
@@ -222,8 +230,11 @@ class _Run:
         for rank in self.ranks:
             self._start_rank(rank)
         self._wait_until_on_hosts(self.ranks)
+        if self.options.together:
+            self._wait_until_ready()
         self.began, self._began_wall = time.monotonic(), time.time()
         self.lab.play()
+        tell_beginning(self.folder, time.monotonic())
 
     def go_on(self) -> None:
         while self._unfinished():
@@ -236,6 +247,9 @@ class _Run:
             for tail in self._tails.values():
                 tail.read()
             self._stop_if_late()
+            if self.options.until is not None and self.options.until(time.monotonic() - self.began):
+                self._end_ranks()
+                return
             time.sleep(_POLL_S)
 
     def finish(self) -> RunResult:
@@ -261,7 +275,15 @@ class _Run:
             )
         if (self.folder / "scenario.toml").exists():
             self._write_manifest("failed" if self.complaints else "done", seconds=seconds, busy_share=busy)
-        return RunResult(self.folder, seconds, self.ranks, self.captured, self.complaints, self.warnings)
+        return RunResult(
+            self.folder,
+            seconds,
+            self.ranks,
+            self.captured,
+            self.complaints,
+            self.warnings,
+            self._first_failed,
+        )
 
     def _start_rank(self, rank: Rank) -> None:
         environment = dict(os.environ if self.options.environment is None else self.options.environment)
@@ -293,6 +315,21 @@ class _Run:
                         f"rank {rank.rank} does not get onto {rank.host}; its log is {rank.log}"
                     )
                 time.sleep(0.002)
+
+    def _wait_until_ready(self) -> None:
+        """All ranks have set up what they need, or one has failed at it."""
+        give_up = time.monotonic() + (self.options.timeout_s or _READY_S)
+        while not all(is_ready(self.folder, rank.rank) for rank in self.ranks):
+            for rank in self.ranks:
+                if rank.reap():
+                    raise FabricError(
+                        f"rank {rank.rank} on {rank.host} ended with {_ending(rank.exit_code or 0)} "
+                        f"before it was ready; its log is {rank.log}"
+                    )
+            if time.monotonic() > give_up:
+                late = [str(rank.rank) for rank in self.ranks if not is_ready(self.folder, rank.rank)]
+                raise FabricError(f"these ranks do not get ready: {', '.join(late)}")
+            time.sleep(_POLL_S)
 
     def _unfinished(self) -> bool:
         if any(rank.running for rank in self.ranks):
@@ -327,6 +364,7 @@ class _Run:
         )
         if self._failed_at is None:
             self._failed_at = time.monotonic()
+            self._first_failed = rank.rank
 
     def _learn_what_was_done(self) -> None:
         news = self.lab.done(self._seen)

@@ -113,6 +113,11 @@ class Entries:
         offer = waiting.offer
         return MemberUpdate(offer.update, waiting.worker, offer.bases[shard], offer.floor)
 
+    def arrived_between(self) -> tuple[float, float]:
+        """When the first and the last of those that can be decided came."""
+        times = [waiting.since for waiting in self.decidable()]
+        return min(times), max(times)
+
     def decidable(self) -> list[WaitingUpdate]:
         """What waits, but for updates whose first way may still lead to the model: nobody decides twice."""
         undecided = {update for _, update in self.leaving}

@@ -20,12 +20,17 @@ from mlfabric.roles.applied import AppliedSet
 from mlfabric.roles.domain import Domain, Job
 from mlfabric.roles.leases import CEILING_S
 from mlfabric.roles.placing import Placing
+from mlfabric.roles.pulls import Pulls
+
+# A job ends by everybody leaving, its leaders perhaps first: the others have so long to leave too.
+ENDING_S = 2.0
 
 
 class FailOver:
-    def __init__(self, domain: Domain, placing: Placing) -> None:
+    def __init__(self, domain: Domain, placing: Placing, pulls: Pulls) -> None:
         self._domain = domain
         self._placing = placing
+        self._pulls = pulls
         self.fail_overs = 0
 
     def lost(self, node: str, reason: str, now: float, proved: bool = False) -> list[Action]:
@@ -42,17 +47,44 @@ class FailOver:
         ]
         for pull in [name for name, pulling in job.pulls.items() if pulling.node == node]:
             del job.pulls[pull]
+        rest = self._pulls.source_lost(job, node)
+        if job.pace is not None:
+            job.pace.lost(node)
         actions += job.groups.lost(node, f"was lost ({reason})" if reason != LEFT else "left")
         if job.book is None:
             return actions
         actions += job.book.node_lost(node, reason)
         for index, shard in sorted(job.book.shards.items()):
-            if shard.range.leader == node:
+            if shard.range.leader == node and reason == LEFT and self._has_no_heir(job, index):
+                job.ending = job.ending or now + ENDING_S
+            elif shard.range.leader == node:
                 actions += self.leader_lost(job, index, node, reason)
                 if job.book is None or not job.ready:
                     break
             elif shard.range.replica == node:
                 actions += self._replica_lost(job, index, node, reason, now)
+        return [*actions, *rest]
+
+    def _has_no_heir(self, job: Job, index: int) -> bool:
+        assert job.book is not None
+        shard = job.book.shards[index]
+        heir = shard.range.replica in self._domain.members and shard.replica_filled
+        return job.ready and job.failed is None and not heir
+
+    def end_jobs(self, now: float) -> list[Action]:
+        """A job whose leader left goes on by its replica or has failed, unless all others have left too."""
+        actions: list[Action] = []
+        for job in self._domain.jobs.values():
+            if job.ending is None or now < job.ending:
+                continue
+            job.ending = None
+            if job.book is None or not self._domain.members_of(job):
+                continue
+            for index, shard in sorted(job.book.shards.items()):
+                leader = shard.range.leader
+                led = leader in self._domain.members or index in job.promoting
+                if not led and job.failed is None:
+                    actions += self.leader_lost(job, index, leader, LEFT)
         return actions
 
     def leader_lost(self, job: Job, index: int, node: str, reason: str) -> list[Action]:
@@ -126,6 +158,10 @@ class FailOver:
         shard.range = msgspec.structs.replace(shard.range, replica=None)
         shard.replica_filled = False
         job.moving.pop(index, None)
+        if shard.range.leader not in self._domain.members and reason == LEFT:
+            job.promoting.pop(index, None)
+            job.ending = job.ending or now + ENDING_S
+            return []
         if index in job.promoting and shard.range.leader not in self._domain.members:
             return self._fail(job, f"server and replica {node} of shard {index} were both lost")
         job.promoting.pop(index, None)

@@ -1,4 +1,4 @@
-"""A worker's side of pulls: parts of the model that come from the leaders of its shards."""
+"""A worker's side of pulls: parts of the model that come from those who hold its shards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlfabric.roles.actions import AcceptTransfer, Action, FreeBuffer, RefuseTra
 
 @dataclass(slots=True)
 class _Pull:
-    with_state: bool
+    wanted: PullWanted
     versions: dict[int, Version] = field(default_factory=dict)
     transfers: dict[str, tuple[int, Version]] = field(default_factory=dict)
     retry_at: float | None = None
@@ -23,13 +23,15 @@ class Fetching:
         self._scheduler = scheduler
         self._shards = shards  # the worker's: as it knows them
         self._pulls: dict[str, _Pull] = {}
+        self.pulled_at = 0  # updates that had an outcome when the last model was asked for
+        self.has_model = False
 
-    def begin(self, pull: str, with_state: bool) -> list[Action]:
-        self._pulls[pull] = _Pull(with_state)
-        return [self._ask(pull)]
+    def begin(self, wanted: PullWanted) -> list[Action]:
+        self._pulls[wanted.pull] = _Pull(wanted)
+        return [self._ask(wanted.pull)]
 
     def _ask(self, pull: str) -> Send:
-        return Send(self._scheduler, "scheduler", PullWanted(pull, self._pulls[pull].with_state))
+        return Send(self._scheduler, "scheduler", self._pulls[pull].wanted)
 
     def refused(self, pull: str, reason: str) -> list[Action]:
         if self._pulls.pop(pull, None) is None:
@@ -57,7 +59,9 @@ class Fetching:
             if len(pull.versions) < len(self._shards):
                 return None
             versions = tuple(pull.versions[index] for index in sorted(pull.versions))
+            self.pulled_at = max(self.pulled_at, pull.wanted.clock)
             del self._pulls[name]
+            self.has_model = True
             return ResolvePull(name, versions)
         return None
 

@@ -121,6 +121,7 @@ class Resuming:
         job.promoting.clear()
         job.moving.clear()
         job.pulls.clear()
+        job.pace = None
         actions: list[Action] = []
         for range_ in reports.ready.shards:
             job.book.shards[range_.index] = reports.shard(range_)

@@ -27,9 +27,12 @@ SAMPLE_S = 0.05
 BEGINNING_S = 0.02
 # The highest of the last few samples tells of a changed link soon: a link can't carry more than it can carry,
 # but a moment's hiccup is no slow link. What differs by less than a jump is noise, and smoothed over more.
+# A fall to less than half takes one sample less to believe: the sooner, the less goes the wrong way.
 SOON_SAMPLES = 3
+FALL_SAMPLES = 2
 STEADY_SAMPLES = 20
 JUMP = 0.25
+FALL = 0.5
 # A sender whose uplink carries less than this share of what it can is not held back by its uplink.
 UPLINK_FREE = 0.75
 # What a peer said of us holds this long; a slow link brings its next word late.
@@ -85,11 +88,16 @@ class RateMeter:
         if self.rate is None:
             self.rate = soon if enough and soon > 0 else None
         elif soon > (1 + JUMP) * self.rate or (enough and 0 < soon < (1 - JUMP) * self.rate):
-            self.rate = soon
-            self._samples = deque(samples[-1:], maxlen=STEADY_SAMPLES)
+            self._jump(soon)
+        elif len(samples) >= FALL_SAMPLES and 0 < (fallen := max(samples[-FALL_SAMPLES:])) < FALL * self.rate:
+            self._jump(fallen)
         elif enough:
             upper = sorted(samples)[len(samples) // 2 :]  # being interrupted makes samples low, never high
             self.rate = sum(upper) / len(upper)
+
+    def _jump(self, rate: float) -> None:
+        self.rate = rate
+        self._samples = deque([self._samples[-1]], maxlen=STEADY_SAMPLES)
 
 
 class HostRates:

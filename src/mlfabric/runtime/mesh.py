@@ -179,6 +179,11 @@ class Mesh:
         rest_s = min(REST_S * min(1.0, to_come / HURRY_BYTES), RESTED_BYTES / self._fastest)
         return rest_s if rest_s >= LEAST_REST_S else 0.0
 
+    def resume(self) -> None:
+        """Links that had sent as much as they may go on."""
+        self.board.woken.update(link.peer for link in self._links.values() if link.held)
+        self.flush()
+
     def flush(self) -> None:
         """Send whatever became possible."""
         woken = self.board.woken
