@@ -135,7 +135,7 @@ class Fabric:
         *,
         max_delay: int | Literal["auto", "none"] = "auto",
         divergence: float | None = 0.05,
-        shards: int = 1,
+        shards: int | Literal["auto"] = "auto",
         aggregate: bool = True,
         codec: str = "float32",
         timeout: float = PATIENCE_S,
@@ -163,7 +163,7 @@ class Fabric:
             max_delay=max_delay if isinstance(max_delay, int) else None,
             unbounded=max_delay == "none",
             divergence=divergence,
-            shards=shards,
+            shards=0 if shards == "auto" else _positive(shards),
             aggregate=aggregate,
             codec=find_codec(codec).name,
         )
@@ -299,6 +299,12 @@ def _rule_spec(written: Mapping[str, Any]) -> RuleSpec:
     return RuleSpec(str(written["name"]), dict(written["settings"]), pieces)
 
 
+def _positive(shards: int) -> int:
+    if shards < 1:
+        raise FabricError(f"a model has at least one shard, not {shards}")
+    return shards
+
+
 def _check_settings(settings: JobSettings) -> None:
     if settings.max_delay is not None and settings.max_delay < 0:
         raise FabricError(f"max_delay counts updates, so {settings.max_delay} is too small; zero or more")
@@ -306,8 +312,6 @@ def _check_settings(settings: JobSettings) -> None:
         raise FabricError(
             f"divergence is a share of the model's norm, zero or more, not {settings.divergence}"
         )
-    if settings.shards < 1:
-        raise FabricError(f"a model has at least one shard, not {settings.shards}")
 
 
 def _wait(answer: Answer, timeout: float | None, what: str | Callable[[], str]) -> Any:

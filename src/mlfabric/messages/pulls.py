@@ -8,6 +8,7 @@ from mlfabric.messages.words import Message
 class PullWanted(Message, frozen=True):
     pull: str
     with_state: bool = False
+    shards: tuple[int, ...] = ()  # only these; none: all
 
 
 class ServePull(Message, frozen=True):

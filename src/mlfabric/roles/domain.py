@@ -9,13 +9,25 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from mlfabric.messages import LeaderChanged, MemberInfo, Members, PublishWanted, PullWanted, RatesLearned
+from mlfabric.messages import (
+    LeaderChanged,
+    MemberInfo,
+    Members,
+    PublishWanted,
+    PullWanted,
+    RatesLearned,
+    SlotLate,
+)
 from mlfabric.plan.values import Reserved
 from mlfabric.roles.actions import Action, SchedulerSettings, Send
 from mlfabric.roles.bandwidth import BandwidthView
+from mlfabric.roles.demand import Demand
 from mlfabric.roles.groups import Groups
 from mlfabric.roles.leases import Leases
 from mlfabric.roles.orderbook import OrderBook
+
+# Links rarely change alone: news of one is acted upon when there was time for news of the others.
+HEAR_OTHERS_S = 0.1
 
 
 @dataclass(slots=True)
@@ -24,7 +36,17 @@ class Fetch:
 
     node: str
     shards: set[int]
+    with_state: bool
     reserved: dict[int, tuple[Reserved, float]]  # shard -> (transfer, when it should end)
+
+
+@dataclass(slots=True)
+class Move:
+    """A lead that changes hands while its leader lives."""
+
+    target: str  # node
+    why: str
+    told: bool = False  # the leader was
 
 
 @dataclass(slots=True)
@@ -44,11 +66,17 @@ class Job:
     promoting: dict[int, tuple[str, str]] = field(default_factory=dict)  # shard -> (replica, reason)
     changes: dict[int, LeaderChanged] = field(default_factory=dict)  # the last per shard
     failed: str | None = None
-    moving: dict[int, tuple[str, bool]] = field(default_factory=dict)  # shard -> (why, leader was told)
-    moved_at: dict[int, float] = field(default_factory=dict)  # for the sake of a better link
+    moving: dict[int, Move] = field(default_factory=dict)  # by shard
+    late: list[SlotLate] = field(default_factory=list)  # complaints that wait until leads have moved
+    demand: Demand = field(default_factory=Demand)
+    look_at: float | None = None  # when to look whether other hosts should lead
+    settled_at: float = 0.0  # leads that have moved stay until then
     alone: bool = False  # too few members are heard to decide anything
     enough: tuple[float, bool] = (-1.0, False)  # until when it is known whether enough are heard
     given_up: dict[str, float] = field(default_factory=dict)  # of late and on suspicion only: until when
+
+    def look_soon(self, at: float) -> None:
+        self.look_at = at if self.look_at is None else min(self.look_at, at)
 
 
 class Domain:
@@ -105,6 +133,7 @@ class Domain:
             self.network = self._view.network()
             for job in self.jobs.values():
                 job.groups.rates_changed(now)
+                job.look_soon(now + HEAR_OTHERS_S)
 
     def job_of(self, node: str) -> Job | None:
         member = self.members.get(node)

@@ -48,6 +48,7 @@ class GrantedUpdate:
     worker: str
     number: int
     parts: dict[int, GrantedPart]
+    weight: float = 1.0
 
 
 @dataclass(slots=True)
@@ -109,9 +110,9 @@ class Entries:
         held += [part for granted in self.granted.values() for part in granted.parts.values()]
         return [remainder(each.reserved, each.finish_s, now) for each in held]
 
-    def member(self, waiting: WaitingUpdate, shard: int) -> MemberUpdate:
-        offer = waiting.offer
-        return MemberUpdate(offer.update, waiting.worker, offer.bases[shard], offer.floor)
+    def member(self, held: WaitingUpdate | GrantedUpdate, shard: int) -> MemberUpdate:
+        offer = held.offer
+        return MemberUpdate(offer.update, held.worker, offer.bases[shard], offer.floor)
 
     def decidable(self) -> list[WaitingUpdate]:
         """What waits, but for updates whose first way may still lead to the model: nobody decides twice."""
@@ -121,14 +122,6 @@ class Entries:
             for update, waiting in self.waiting.items()
             if update not in undecided and not waiting.judging
         ]
-
-    def is_idle(self, shard: int) -> bool:
-        """Whether nothing is on its way to this shard."""
-        return not (
-            any(shard in granted.parts for granted in self.granted.values())
-            or any(gathering.shard == shard for gathering in self.groups.values())
-            or any(index == shard for index, _ in self.leaving)
-        )
 
     def has_open(self, worker: str) -> bool:
         """Whether updates of this node, or sums it makes, are without an outcome."""

@@ -20,12 +20,14 @@ from mlfabric.roles.applied import AppliedSet
 from mlfabric.roles.domain import Domain, Job
 from mlfabric.roles.leases import CEILING_S
 from mlfabric.roles.placing import Placing
+from mlfabric.roles.pulls import Pulls
 
 
 class FailOver:
-    def __init__(self, domain: Domain, placing: Placing) -> None:
+    def __init__(self, domain: Domain, placing: Placing, pulls: Pulls) -> None:
         self._domain = domain
         self._placing = placing
+        self._pulls = pulls
         self.fail_overs = 0
 
     def lost(self, node: str, reason: str, now: float, proved: bool = False) -> list[Action]:
@@ -42,6 +44,7 @@ class FailOver:
         ]
         for pull in [name for name, pulling in job.pulls.items() if pulling.node == node]:
             del job.pulls[pull]
+        job.demand.forget(node)
         actions += job.groups.lost(node, f"was lost ({reason})" if reason != LEFT else "left")
         if job.book is None:
             return actions
@@ -79,7 +82,7 @@ class FailOver:
             Send(replica, f"replica.{index}", Promote(index, epoch, why)),
         ]
 
-    def promoted(self, job: Job, sender: str, message: Promoted) -> list[Action]:
+    def promoted(self, job: Job, sender: str, message: Promoted, now: float) -> list[Action]:
         assert job.book is not None
         expected = job.promoting.pop(message.shard, None)
         if expected is None or expected[0] != sender:
@@ -97,8 +100,9 @@ class FailOver:
         survived = AppliedSet(message.applied)
         lost = tuple(sorted(update for update in shard.undurable if update not in survived))
         shard.undurable.clear()
-        shard.fail_overs.append(Version(message.epoch, message.version))
-        job.pulls.clear()  # workers ask again when they hear of the new leader
+        if not moved:
+            shard.fail_overs.append(Version(message.epoch, message.version))
+            job.pulls.clear()  # workers ask again when they hear of the new leader
         actions: list[Action] = [
             Note(
                 "lead-moved" if moved else "failed-over",
@@ -116,9 +120,18 @@ class FailOver:
         replica_actions = self._placing.find_replicas(job)
         change = LeaderChanged(shard.range, message.version, message.applied, expected[1])
         job.changes[message.shard] = change
+        if moved:
+            change = msgspec.structs.replace(change, orderly=True)
         for name in sorted(self._domain.members_of(job)):
             actions += [Send(name, role, change) for role in ("worker", "aggregator")]
-        return [*actions, *replica_actions]
+        return [*actions, *replica_actions, *(self._go_on(job, message.shard, now) if moved else [])]
+
+    def _go_on(self, job: Job, shard: int, now: float) -> list[Action]:
+        """The lead has moved and nothing is lost: what was on its way goes to the new leader."""
+        assert job.book is not None
+        job.late = [late for late in job.late if late.shard != shard]
+        self._pulls.lead_moved(job, shard, now)
+        return job.book.grant_anew(shard, self._domain.network, self._domain.members_of(job), now)
 
     def _replica_lost(self, job: Job, index: int, node: str, reason: str, now: float) -> list[Action]:
         assert job.book is not None

@@ -28,8 +28,8 @@ class Fetching:
         self._pulls[pull] = _Pull(with_state)
         return [self._ask(pull)]
 
-    def _ask(self, pull: str) -> Send:
-        return Send(self._scheduler, "scheduler", PullWanted(pull, self._pulls[pull].with_state))
+    def _ask(self, pull: str, shards: tuple[int, ...] = ()) -> Send:
+        return Send(self._scheduler, "scheduler", PullWanted(pull, self._pulls[pull].with_state, shards))
 
     def refused(self, pull: str, reason: str) -> list[Action]:
         if self._pulls.pop(pull, None) is None:
@@ -73,13 +73,24 @@ class Fetching:
 
     def begin_again(self) -> list[Action]:
         """After a fail-over, or for a new scheduler: from the first shard on."""
+        return [action for name, pull in self._pulls.items() for action in self._begin_again(name, pull)]
+
+    def _begin_again(self, name: str, pull: _Pull) -> list[Action]:
+        freed: list[Action] = [FreeBuffer(_pull_buffer(name, shard)) for shard in pull.versions]
+        pull.versions.clear()
+        pull.transfers.clear()
+        pull.retry_at = None
+        return [*freed, self._ask(name)]
+
+    def lead_moved(self, shard: int) -> list[Action]:
+        """What is not on its way from the old leader comes from the new one. The parts of a checkpoint belong
+        together: it begins again."""
         actions: list[Action] = []
         for name, pull in self._pulls.items():
-            actions += [FreeBuffer(_pull_buffer(name, shard)) for shard in pull.versions]
-            pull.versions.clear()
-            pull.transfers.clear()
-            pull.retry_at = None
-            actions.append(self._ask(name))
+            if pull.with_state:
+                actions += self._begin_again(name, pull)
+            elif shard not in pull.versions and all(of != shard for of, _ in pull.transfers.values()):
+                actions.append(self._ask(name, (shard,)))
         return actions
 
     def retry(self, now: float) -> list[Action]:
@@ -87,7 +98,8 @@ class Fetching:
         for name, pull in self._pulls.items():
             if pull.retry_at is not None and now >= pull.retry_at:
                 pull.retry_at = None
-                actions.append(self._ask(name))
+                lacking = tuple(sorted(self._shards.keys() - pull.versions.keys()))
+                actions.append(self._ask(name, () if pull.with_state else lacking))
         return actions
 
     def deadlines(self) -> list[float]:

@@ -58,7 +58,9 @@ class OrderBook:
         self.entries.plan_soon(now + BATCH_S)
         return actions
 
-    def applied(self, report: AppliedReport, now: float) -> list[Action]:
+    def applied(self, report: AppliedReport, now: float) -> list[str]:
+        """Take a server's account; the workers whose updates are in everywhere by it."""
+        settled: list[str] = []
         book = self.shards[report.shard]
         if report.epoch != book.range.epoch:
             return []
@@ -73,6 +75,8 @@ class OrderBook:
             if granted is not None:
                 self.entries.finish_part(granted, report.shard)
                 self._drops_in_row.pop(granted.worker, None)
+                if update not in self.entries.granted:
+                    settled.append(granted.worker)
             waiting = self.entries.waiting.get(update)
             if waiting is not None:  # offered again, and came by its first way after all
                 rest = tuple(index for index in waiting.offer.shards if index != report.shard)
@@ -82,7 +86,7 @@ class OrderBook:
                 if not rest:
                     del self.entries.waiting[update]
         self.entries.plan_soon(now)
-        return []
+        return settled
 
     def refused(self, update: str) -> None:
         """A server found it too old when its turn came; its worker knows."""
@@ -196,6 +200,18 @@ class OrderBook:
                 JudgeUpdate(index, self.entries.member(waiting, index)),
             )
             for index in waiting.offer.shards
+        ]
+
+    def grant_anew(
+        self, shard: int, network: Network, members: Mapping[str, MemberInfo], now: float
+    ) -> list[Action]:
+        """What was on its way to a shard's former leader goes to the one it has now."""
+        workers = sum(1 for member in members.values() if "worker" in member.roles)
+        bound = self.entries.max_delay(workers)
+        self.entries.plan_soon(now)
+        return [
+            *self.withdrawing.lead_moved(shard, now),
+            *self._granting.grant_anew(shard, network, members, bound, now),
         ]
 
     def not_applied(self, shard: int, update: str, now: float) -> None:

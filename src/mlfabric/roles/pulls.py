@@ -22,12 +22,17 @@ class Pulls:
         if job.book is None or not job.ready:
             job.early_pulls.append((sender, message))
             return []
-        if job.promoting:
+        if any(job.book.shards[index].range.leader not in self._domain.members for index in job.promoting):
             return []  # the new leader's announcement makes the worker ask again
+        if job.book.entries.has_open(sender):
+            job.demand.alongside = True
         actions: list[Action] = []
         reserved: dict[int, tuple[Reserved, float]] = {}
         after = job.book.entries.last_number() if message.with_state else None
+        asked = {index for index in job.book.shards if not message.shards or index in message.shards}
         for index, shard in sorted(job.book.shards.items()):
+            if index not in asked or index in job.promoting:
+                continue  # where the lead moves, the worker asks again for that shard
             leader = shard.range.leader
             rate = self._spare_rate(leader, sender)
             source, target = self._domain.members[leader].host, self._domain.members[sender].host
@@ -36,16 +41,24 @@ class Pulls:
                 reserved[index] = (Reserved(source, target, size, rate), now + size / rate)
             order = ServePull(message.pull, sender, index, rate, message.with_state, after)
             actions.append(Send(leader, f"server.{index}", order))
-        job.pulls[message.pull] = Fetch(sender, set(job.book.shards), reserved)
+        pulling = job.pulls.setdefault(message.pull, Fetch(sender, set(), message.with_state, {}))
+        pulling.shards |= asked
+        pulling.reserved |= reserved
         return actions
 
-    def pull_served(self, job: Job, pull: str, shard: int) -> None:
+    def lead_moved(self, job: Job, shard: int, now: float) -> None:
+        """Parts that the old leader is still sending end without its word."""
+        for name in list(job.pulls):
+            self.pull_served(job, name, shard, now)
+
+    def pull_served(self, job: Job, pull: str, shard: int, now: float) -> None:
         pulling = job.pulls.get(pull)
         if pulling is not None:
             pulling.shards.discard(shard)
             pulling.reserved.pop(shard, None)
             if not pulling.shards:
                 del job.pulls[pull]
+                job.demand.waits_no_more(pulling.node, now)
 
     def _spare_rate(self, source: str, target: str) -> float:
         """What the path has left beside other pulls; never less than a fair part of it."""

@@ -120,6 +120,7 @@ class Resuming:
         job.book = OrderBook(job.name, wanted.settings, wanted.elements, self._domain.settings.term, first)
         job.promoting.clear()
         job.moving.clear()
+        job.late.clear()
         job.pulls.clear()
         actions: list[Action] = []
         for range_ in reports.ready.shards:

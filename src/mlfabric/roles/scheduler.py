@@ -52,9 +52,11 @@ from mlfabric.roles.company import Company
 from mlfabric.roles.domain import Domain, Job
 from mlfabric.roles.failover import FailOver
 from mlfabric.roles.handover import Handover
+from mlfabric.roles.leads import Leads
 from mlfabric.roles.placing import Placing
 from mlfabric.roles.pulls import Pulls
 from mlfabric.roles.release import remainder
+from mlfabric.roles.replacing import Replacing
 from mlfabric.roles.resuming import Resuming
 from mlfabric.roles.status import job_status, member_status
 
@@ -79,9 +81,11 @@ class Scheduler:
         self._domain = Domain(settings)
         self._company = Company(self._domain)
         self._pulls = Pulls(self._domain)
-        self._placing = Placing(self._domain, self._pulls)
-        self._failover = FailOver(self._domain, self._placing)
+        leads = Leads(self._domain)
+        self._placing = Placing(self._domain, self._pulls, leads)
+        self._failover = FailOver(self._domain, self._placing, self._pulls)
         self._handover = Handover(self._domain, self._placing)
+        self._replacing = Replacing(self._domain, leads, self._handover)
         self._resuming = Resuming(self._domain, self._placing, self._failover)
         self._admission = Admission(self._domain, self._company, self._placing, self._resuming)
         self._look_at = 0.0
@@ -124,7 +128,7 @@ class Scheduler:
                 return self._admission.succeeded(sender, message)
             case RatesLearned():
                 self._domain.learn_rates(sender, message, now)
-                return self._handover.better_links(sender, now)
+                return []
             case DrainWanted():
                 answer, actions = self._handover.drain(message)
                 alone = answer.error and sender == message.target
@@ -159,13 +163,18 @@ class Scheduler:
             return []
         match message:
             case OfferUpdate():
+                job.demand.offered(sender, now)
                 return book.offered(message, sender, now)
             case AppliedReport():
-                return [*book.applied(message, now), *self._pulls.spare_replication(job, message)]
+                for worker in book.applied(message, now):
+                    job.demand.waits_no_more(worker, now)
+                return self._pulls.spare_replication(job, message)
             case UpdateRefused(update=update):
                 book.refused(update)
             case LeftOut():
                 return book.withdrawing.left_out(message, now)
+            case SlotLate() if self._is_moving(job):
+                job.late.append(message)
             case SlotLate():
                 return book.withdrawing.slot_late(message)
             case NotApplied(shard=shard, update=update):
@@ -173,11 +182,11 @@ class Scheduler:
             case SlotWithdrawn():
                 return book.withdrawing.withdrawn(message, now)
             case PullServed(pull=pull, shard=shard):
-                self._pulls.pull_served(job, pull, shard)
+                self._pulls.pull_served(job, pull, shard, now)
             case ShardReady():
                 return self._placing.shard_ready(job, message, now)
             case Promoted():
-                return self._failover.promoted(job, sender, message)
+                return self._failover.promoted(job, sender, message, now)
             case LeadYielded():
                 return self._handover.lead_yielded(job, sender, message)
         return []
@@ -216,8 +225,15 @@ class Scheduler:
             book = job.book
             if self._domain.draining:
                 actions += self._drain_on(job, now)
+            if job.look_at is not None and now >= job.look_at:
+                enough = self._company.hears_enough(job, now)
+                job.look_at = None if enough else now + LOOK_AGAIN_S
+                actions += self._replacing.look(job, now) if enough else []
             if job.moving and book is not None:
                 actions += self._handover.ask_to_yield(job)
+            if job.late and book is not None and not self._is_moving(job):
+                late, job.late = job.late, []
+                actions += [action for each in late for action in book.withdrawing.slot_late(each)]
             if book is None or not job.ready or self._is_moving(job):
                 continue
             if book.entries.plan_at is None or now < book.entries.plan_at:
@@ -270,6 +286,8 @@ class Scheduler:
             ):
                 times.append(job.book.entries.plan_at)
             times += job.groups.deadlines()
+            if job.look_at is not None:
+                times.append(job.look_at)
         return min(times, default=None)
 
     def status(self, now: float, only: str | None = None) -> StatusReport:

@@ -81,6 +81,10 @@ class Serving:
         unused = [key for key, snapshot in self._snapshots.items() if snapshot.users == 0]
         return [FreeBuffer(self._snapshots.pop(key).buffer) for key in unused]
 
+    def end(self) -> list[Action]:
+        """What is on its way goes on; the driver holds its bytes."""
+        return [FreeBuffer(snapshot.buffer) for snapshot in self._snapshots.values()]
+
     def validate(self) -> None:
         for snapshot in self._snapshots.values():
             assert snapshot.users > 0, f"{snapshot.buffer} has no user"
