@@ -18,7 +18,7 @@ RESNET50_PARAMETERS = 25_557_032
 STAGE_WIDTHS = (64, 128, 256, 512)
 
 
-class Residual(nn.Module):
+class Residual(nn.Module):  # type: ignore[misc]
     """Convolutions, each with its norm, and a shortcut around them, projected where the shapes differ."""
 
     def __init__(self, into: int, convolutions: Sequence[nn.Conv2d], stride: int) -> None:

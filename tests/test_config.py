@@ -17,7 +17,7 @@ TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_P
 
 def test_arguments_win_over_variables_and_ours_over_torchruns() -> None:
     plain = from_environment(environment=TORCHRUN)
-    assert (plain.name, plain.scheduler, plain.expected) == ("rank2", ("10.0.0.1", 29501), 4)
+    assert (plain.name, plain.scheduler, plain.expected) == ("rank2", ("10.0.0.1", 30348), 4)
     assert not plain.embed_scheduler
     ours = {**TORCHRUN, "MLFABRIC_SCHEDULER": "h:1", "MLFABRIC_NAME": "n", "MLFABRIC_JOB": "j"}
     named = from_environment(environment=ours)
@@ -89,3 +89,11 @@ def test_a_bare_host_gets_the_default_port() -> None:
 def test_loopback_is_known_by_address_or_name() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "127.8.0.1", "::1", "localhost")))
     assert not any(map(is_loopback, ("10.0.0.1", "0.0.0.0", "node7", "::")))
+
+
+def test_pacing_is_asked_for_by_argument_or_variable() -> None:
+    assert not from_environment("h", environment={}).pace
+    assert from_environment("h", environment={"MLFABRIC_PACE": "1"}).pace
+    assert not from_environment("h", pace=False, environment={"MLFABRIC_PACE": "1"}).pace
+    with pytest.raises(FabricError, match="MLFABRIC_PACE is 'yes'; write 1 or 0"):
+        from_environment("h", environment={"MLFABRIC_PACE": "yes"})

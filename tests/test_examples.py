@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -27,3 +29,19 @@ def test_the_readme_shows_the_first_script_as_it_is() -> None:
     assert len(body) < 20
     for line in body:
         assert line in shown, line
+
+
+def test_the_matrix_is_found_again() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "matrix_factorisation.py")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-1]) < 0.2
+
+
+@pytest.mark.parametrize("name", ["async_fashion_mnist", "local_language_model", "matrix_factorisation"])
+def test_examples_are_short(name: str) -> None:
+    assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) < 100

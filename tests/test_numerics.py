@@ -57,13 +57,16 @@ def test_a_vector_is_as_wide_as_its_widest_array(
     assert Layout.of(arrays_of(drawn, seed)).dtype == (np.float64 if wide else np.float32)
 
 
-def test_one_fitting_array_is_lent_and_copied_only_when_asked() -> None:
+def test_one_fitting_array_is_lent_and_others_are_packed() -> None:
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     layout = Layout.of({"w": array})
-    assert np.shares_memory(layout.pack({"w": array}, copy=False), array)
-    assert not np.shares_memory(layout.pack({"w": array}, copy=True), array)
+    lent = layout.as_it_is({"w": array})
+    assert lent is not None
+    assert np.shares_memory(lent, array)
+    assert not np.shares_memory(layout.pack({"w": array}), array)
     turned = np.asfortranarray(array)
-    np.testing.assert_array_equal(layout.pack({"w": turned}, copy=False), np.arange(6))
+    assert layout.as_it_is({"w": turned}) is None
+    np.testing.assert_array_equal(layout.pack({"w": turned}), np.arange(6))
 
 
 MODEL = {"w": np.zeros((2, 3), np.float32), "b": np.zeros(3, np.float32)}

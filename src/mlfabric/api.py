@@ -7,32 +7,37 @@ long raises TimeoutError and leaves the thing pending.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
+import msgspec
 import numpy as np
 
-from mlfabric.client import Answer, Committed, Dropped, Model, Outcome
+from mlfabric.client import Committed, Dropped, Model, Outcome
 from mlfabric.codecs import find_codec
 from mlfabric.config import Settings, format_address, from_environment
 from mlfabric.data import ArrayData
 from mlfabric.errors import FabricError
-from mlfabric.eventlog import FileLog, LogSink, NoLog
-from mlfabric.messages import MEMBER_ROLES, JobSettings, MemberInfo, RulePiece, RuleSpec
+from mlfabric.groupcalls import Answer
+from mlfabric.messages import MEMBER_ROLES, JobSettings, RulePiece, RuleSpec, StepSettings
 from mlfabric.numerics import Vector
-from mlfabric.roles.actions import MemberSettings, SchedulerSettings
-from mlfabric.rules import Rule, make_rule
+from mlfabric.rules import Rounds, Rule, make_rule
+from mlfabric.runtime.counters import Traffic
 from mlfabric.runtime.engine import Engine
-from mlfabric.runtime.probe import find_scheduler
-from mlfabric.runtime.tls import Tls
-from mlfabric.runtime.transfers import Traffic
+from mlfabric.runtime.lag import EngineWatch, choose_engine
+from mlfabric.runtime.membership import make_engine, prepare_engine
+from mlfabric.runtime.remote import RemoteEngine
 
 ALL_ROLES = MEMBER_ROLES
 # How long calls wait where the caller does not say.
 PATIENCE_S = 60.0
+# How a name is refused that somebody has, and how soon a restarted process tries again.
+TAKEN = "is taken by a living member"
+AGAIN_S = 0.1
 
 Result = TypeVar("Result")
 
@@ -92,11 +97,17 @@ class Pulling:
 class Fabric:
     """A member's handle on the fabric. Use it as a context manager, or close() it."""
 
-    def __init__(self, engine: Engine, settings: Settings, roles: tuple[str, ...], log: LogSink) -> None:
+    def __init__(
+        self,
+        engine: Engine | RemoteEngine,
+        settings: Settings,
+        roles: tuple[str, ...],
+        watch: EngineWatch | None = None,
+    ) -> None:
         self._engine = engine
         self._client = engine.client
         self._settings = settings
-        self._log = log
+        self._watch = watch
         self._closed = False
         self.roles = roles
         self.workers: tuple[Fabric, ...] = (self,)
@@ -119,13 +130,18 @@ class Fabric:
         return self._settings.expected
 
     @property
+    def worker_count(self) -> int:
+        """Workers of the job that are here now, as far as this member has heard."""
+        return len(self._engine.workers)
+
+    @property
     def lost(self) -> list[str]:
         """Ids of own updates that were committed and did not survive a fail-over."""
         return list(self._client.lost)
 
     @property
     def traffic(self) -> Traffic:
-        """Payload bytes sent to and received from each peer so far."""
+        """Payload bytes sent to and received from each peer so far, those of collectives included."""
         return self._engine.traffic
 
     def publish(
@@ -138,6 +154,8 @@ class Fabric:
         shards: int | Literal["auto"] = "auto",
         aggregate: bool = True,
         codec: str = "float32",
+        staleness: int | None = None,
+        wait_for: int | None = None,
         timeout: float = PATIENCE_S,
     ) -> None:
         """Give the job its model and the rule it is updated by. The first caller's count; others must agree
@@ -145,6 +163,10 @@ class Fabric:
 
         `codec` is how updates travel: float32, bfloat16, float16, int8 or topk. What it loses stays with the
         worker and goes with its next update.
+
+        With `staleness` a worker that is more than so many updates ahead of the slowest waits for its next
+        model. With `wait_for` one step is made of the mean of so many gradients, the first that are offered;
+        the model for the next step comes when it is complete, and gradients that come later are dropped.
         """
         self._check_open()
         state: Mapping[str, Mapping[str, Any]] | None = None
@@ -166,27 +188,42 @@ class Fabric:
             shards=0 if shards == "auto" else _positive(shards),
             aggregate=aggregate,
             codec=find_codec(codec).name,
+            staleness=staleness,
+            wait_for=wait_for or 0,
         )
-        _check_settings(settings)
+        _check_settings(settings, max_delay, wait_for)
+        if wait_for is not None:
+            settings = msgspec.structs.replace(settings, max_delay=wait_for - 1, unbounded=False)
+            if wait_for > 1 and not isinstance(rule, Rounds):
+                rule = Rounds(wait_for, rule)
         answer = self._client.publish(arrays, rule, settings, state or None, version)
         _wait(answer, timeout, "the model is not in place; are all members of the job here?")
 
-    def pull(self, timeout: float | None = PATIENCE_S) -> Model:
+    def pull(self, timeout: float | None = PATIENCE_S, aside: bool = False) -> Model:
         """The freshest model."""
-        return self.pull_later().result(timeout)
+        return self.pull_later(aside).result(timeout)
 
-    def pull_later(self) -> Pulling:
-        """Ask for the freshest model; returns at once."""
+    def pull_later(self, aside: bool = False) -> Pulling:
+        """Ask for the freshest model; returns at once. `aside`: not for a next step, so that nobody waits for
+        this worker where steps are bound to each other."""
         self._check_open()
-        return Pulling(self, *self._client.pull())
+        return Pulling(self, *self._client.pull(aside=aside))
 
-    def push(self, update: Mapping[str, Any], copy: bool = False, base: Model | None = None) -> Ticket:
+    def push(
+        self,
+        update: Mapping[str, Any],
+        copy: bool = False,
+        base: Model | None = None,
+        settings: StepSettings | None = None,
+    ) -> Ticket:
         """Offer an update; returns at once. The arrays are borrowed until its outcome, unless copied.
 
-        `base` is the model it was computed from, where that is not the last one pulled.
+        `base` is the model it was computed from, where that is not the last one pulled; `settings` what it is
+        to be applied by, where that is not what was published.
         """
         self._check_open()
-        return Ticket(self, *self._client.push(update, copy, base.versions if base is not None else ()))
+        bases = base.versions if base is not None else ()
+        return Ticket(self, *self._client.push(update, copy, bases, settings))
 
     def all_reduce(self, array: Vector, timeout: float | None = PATIENCE_S, combine: str = "sum") -> Vector:
         """Sum an array over all workers of the job, in place; bit-identical everywhere.
@@ -194,14 +231,20 @@ class Fabric:
         `combine` may also be avg, product, min, max, band, bor or bxor.
         """
         self._check_open()
-        call = self._client.all_reduce(array, combine)
-        _wait(call.answer, timeout, lambda: f"all-reduce is not complete: {self._engine.waiting_for(call)}")
+        call, groups = self._client.all_reduce(array, combine), self._client.groups
+        _wait(call.answer, timeout, lambda: f"all-reduce is not complete: {groups.waiting_for(call)}")
         return array
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> Vector:
+        """An array for updates and reductions. With the engine in a process of its own it lies in memory that
+        both share, so that its bytes are not copied on their way; otherwise it is like any other."""
+        elements = int(np.prod(shape, dtype=np.int64))
+        return self._client.empty(elements, dtype).reshape(shape)
 
     def rank_and_size(self, timeout: float | None = PATIENCE_S) -> tuple[int, int]:
         """This worker's number among the workers of the job, and how many they are."""
         self._check_open()
-        handle = _wait(self._client.group("", ()), timeout, "the workers of the job are not all here")
+        handle = _wait(self._client.groups.group("", ()), timeout, "the workers of the job are not all here")
         return handle.rank, handle.size
 
     def state_dict(self, timeout: float | None = PATIENCE_S) -> dict[str, Any]:
@@ -219,6 +262,7 @@ class Fabric:
                 "name": spec.name,
                 "settings": dict(spec.settings),
                 "pieces": [(p.start, p.stop, p.name, dict(p.settings)) for p in spec.pieces],
+                "every": spec.every,
             },
             "version": min(version.count for version in versions),
             "versions": [(version.epoch, version.count) for version in versions],
@@ -229,10 +273,10 @@ class Fabric:
         if self._closed:
             return
         self._closed = True
+        if self._watch is not None:
+            self._watch.close()
         self._client.leave()
         self._engine.stop()
-        if isinstance(self._log, FileLog):
-            self._log.close()
 
     @property
     def gone(self) -> bool:
@@ -296,7 +340,8 @@ def _rule_spec(written: Mapping[str, Any]) -> RuleSpec:
         RulePiece(int(start), int(stop), str(name), dict(settings))
         for start, stop, name, settings in written.get("pieces", ())
     )
-    return RuleSpec(str(written["name"]), dict(written["settings"]), pieces)
+    every = int(written.get("every", 1))
+    return RuleSpec(str(written["name"]), dict(written["settings"]), pieces, every)
 
 
 def _positive(shards: int) -> int:
@@ -305,7 +350,15 @@ def _positive(shards: int) -> int:
     return shards
 
 
-def _check_settings(settings: JobSettings) -> None:
+def _check_settings(settings: JobSettings, max_delay: int | str, wait_for: int | None) -> None:
+    if wait_for is not None and wait_for < 1:
+        raise FabricError(f"a step waits for at least one gradient, so wait_for is not {wait_for}")
+    if settings.staleness is not None and settings.staleness < 0:
+        raise FabricError(f"staleness counts steps, so {settings.staleness} is too small; zero or more")
+    if settings.wait_for and settings.staleness is not None:
+        raise FabricError("steps are bound by staleness= or made of the first wait_for= gradients, not both")
+    if settings.wait_for and max_delay != "auto":
+        raise FabricError("wait_for= drops what is not of the current step; max_delay= has no say in it")
     if settings.max_delay is not None and settings.max_delay < 0:
         raise FabricError(f"max_delay counts updates, so {settings.max_delay} is too small; zero or more")
     if settings.divergence is not None and not 0 <= settings.divergence < np.inf:
@@ -337,13 +390,21 @@ def join(
     log: str | Path | None = None,
     insecure: bool | None = None,
     tls: str | Path | None = None,
+    engine: str | None = None,
+    max_rate: str | float | None = None,
+    job_max_rate: str | float | None = None,
+    pace: bool | None = None,
     timeout: float = 10.0,
 ) -> Fabric:
     """Become a member. `address` is the scheduler's; under torchrun none is needed and rank 0 embeds it.
+    Several addresses, with commas between them, are asked by turns; any member's will do. Who listens at the
+    first of them schedules if nobody does.
 
     `up` and `down` are the rates of this host's link ("200mbit"); `roles` what this member may be used for;
+    `max_rate` is what this host may send, `job_max_rate` what the job may send from any one host;
     `scheduler=True` embeds the scheduler here and listens at `address`; `tls` is a folder made by
-    `mlfabric certs`.
+    `mlfabric certs`; `engine` is where the network is served: by a "thread" (the default), by a "process" of
+    its own, or "auto"; `pace=True` spreads the bytes of collectives over the time until they are needed.
     """
     settings = from_environment(
         address,
@@ -358,51 +419,47 @@ def join(
         insecure=insecure,
         host=host,
         tls=tls,
+        engine=engine,
+        max_rate=max_rate,
+        job_max_rate=job_max_rate,
+        pace=pace,
     )
     return join_with(settings, roles, timeout)
 
 
 def join_with(settings: Settings, roles: tuple[str, ...], timeout: float = 10.0) -> Fabric:
     """`join` with everything already decided."""
+    until = time.monotonic() + timeout
+    while True:
+        try:
+            return _join_once(settings, roles, max(until - time.monotonic(), AGAIN_S))
+        except FabricError as error:
+            # The life before ours may hold our name until its end is noticed.
+            if not settings.restarted or TAKEN not in str(error) or time.monotonic() + AGAIN_S >= until:
+                raise
+        time.sleep(AGAIN_S)
+
+
+def _join_once(settings: Settings, roles: tuple[str, ...], timeout: float) -> Fabric:
     for role in roles:
         if role not in ALL_ROLES:
             raise FabricError(f"unknown role {role!r}; roles are {', '.join(ALL_ROLES)}")
-    log: LogSink = FileLog(settings.log) if settings.log is not None else NoLog()
-    data = ArrayData(mirror=settings.mirror)
-    tls = Tls(settings.tls) if settings.tls is not None else None
-    if settings.embed_scheduler:
-        listen, leader = settings.scheduler, settings.name
+    engine: Engine | RemoteEngine
+    watch: EngineWatch | None = None
+    if choose_engine(settings) == "process":
+        engine = RemoteEngine(settings, roles, timeout)
+        leader = engine.leader
     else:
-        found = find_scheduler(settings.scheduler, settings.name, settings.secret, timeout, settings.job, tls)
-        # The address by which the scheduler is reached is the one by which it reaches us.
-        listen, leader = settings.listen or (found.ours, 0), found.scheduler
-    engine = Engine(settings.name, data, log, listen, settings.secret, settings.insecure, tls=tls)
-    engine.reception.job = settings.job
-    if settings.embed_scheduler:
-        engine.node.start_role(
-            "scheduler", SchedulerSettings(settings.name, least_lease_s=settings.least_lease_s)
-        )
-    else:
-        engine.know(leader, found.address)
-    member = MemberInfo(
-        node=settings.name,
-        host=settings.host,
-        address=format_address(*engine.address),
-        roles=roles,
-        up_bytes_per_s=settings.up_bytes_per_s,
-        down_bytes_per_s=settings.down_bytes_per_s,
-        job=settings.job,
-        rack=settings.rack,
-        rates_guessed=settings.rates_guessed,
-    )
-    engine.node.start_role("member", MemberSettings(member, leader, settings.expected))
-    engine.start()
+        data = ArrayData(mirror=settings.mirror)
+        engine, leader = prepare_engine(settings, roles, timeout, data, make_engine)
+        engine.start()
+        watch = EngineWatch(engine.thread) if settings.engine == "auto" else None
     try:
         _wait(engine.client.join(), timeout, f"the scheduler {leader} did not let {settings.name} in")
     except BaseException:
         engine.stop(0.1)
         raise
-    return Fabric(engine, settings, roles, log)
+    return Fabric(engine, settings, roles, watch)
 
 
 def local(
@@ -412,6 +469,7 @@ def local(
     log: str | Path | None = None,
     up: str | float | None = None,
     down: str | float | None = None,
+    engine: str | None = None,
 ) -> Fabric:
     """A whole small fabric in this process, over TCP on loopback. What is returned is its first worker;
     `.workers` are all of them, `.run(work)` calls a function for each in a thread of its own."""
@@ -432,6 +490,7 @@ def local(
                     up=up,
                     down=down,
                     log=log,
+                    engine=engine,
                 )
             )
     except BaseException:
@@ -446,7 +505,7 @@ class LocalFabric(Fabric):
 
     def __init__(self, members: list[Fabric]) -> None:
         first = members[0]
-        super().__init__(first._engine, first._settings, first.roles, first._log)
+        super().__init__(first._engine, first._settings, first.roles, first._watch)
         self.workers = (self, *members[1:])
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("mlfabric.commands.demo", "app"),
     "doctor": ("mlfabric.commands.operate", "doctor_app"),
     "drain": ("mlfabric.commands.operate", "drain_app"),
+    "limit": ("mlfabric.commands.operate", "limit_app"),
     "lab": ("mlfabric.lab.cli", "app"),
     "node": ("mlfabric.commands.members", "node_app"),
     "plan": ("mlfabric.commands.plan", "app"),

@@ -10,46 +10,41 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
 from mlfabric.codecs import ErrorFeedback, find_codec
-from mlfabric.collective.arithmetic import numpy_combine
-from mlfabric.collective.mailbox import Outgoing, Wanted
-from mlfabric.collective.operations import Operation, all_reduce
-from mlfabric.collective.switchboard import Switchboard
+from mlfabric.collective.calls import Call, changes
 from mlfabric.data import WIRE_DTYPES
 from mlfabric.errors import FabricError, ShapeMismatch
 from mlfabric.events import (
     DrainRequested,
     DurabilityRequested,
     Event,
-    GroupRequested,
     JoinRequested,
     LeaveRequested,
     PublishRequested,
     PullRequested,
     UpdateSubmitted,
 )
-from mlfabric.messages import JobSettings, RuleSpec, Version, update_id
+from mlfabric.groupcalls import Answer, GroupCalls, Groups, OperationCall
+from mlfabric.messages import JobSettings, RuleSpec, StepSettings, Version, update_id
 from mlfabric.node import Node
 from mlfabric.numerics import Layout, Vector
 from mlfabric.roles.actions import (
     Action,
     FailJob,
-    GroupWaits,
     JobBecameReady,
     RefuseNew,
     ResolveDurable,
-    ResolveGroup,
     ResolveJoin,
     ResolvePublish,
     ResolvePull,
     ResolveUpdate,
 )
-from mlfabric.rules import Rule, Sum
+from mlfabric.rules import Rounds, Rule, Sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,58 +78,68 @@ class Model:
         return min(version.count for version in self.versions)
 
 
-Answer = Future[Any]
+class Courier(Protocol):
+    """Carries what the application wants to the node's own thread, with the vector it needs there."""
+
+    def post(self, role: str, event: Event, buffer: str = "", vector: Vector | None = None) -> None: ...
+
+    def leave(self) -> None:
+        """Take leave of all groups, then of the fabric."""
+        ...
+
+    def take(self, buffer: str) -> Vector:
+        """What a pull has brought."""
+        ...
+
+    def empty(self, elements: int, dtype: Any) -> Vector:
+        """Memory that needs no copy on its way to the node."""
+        ...
 
 
-@dataclass(frozen=True, slots=True)
-class GroupHandle:
-    """A group this node is in."""
+class NodeCourier:
+    """The way to a node in this process: `call` has something done on the node's own thread."""
 
-    number: int
-    name: str
-    nodes: tuple[str, ...]
-    rank: int
+    def __init__(self, node: Node, call: Callable[[Callable[[], None]], None], groups: GroupCalls) -> None:
+        self._node = node
+        self._call = call
+        self._groups = groups
 
-    @property
-    def size(self) -> int:
-        return len(self.nodes)
+    def post(self, role: str, event: Event, buffer: str = "", vector: Vector | None = None) -> None:
+        def do() -> None:
+            if vector is not None:
+                self._node.data.put(buffer, vector)
+            self._node.post(role, event)
+
+        self._call(do)
+
+    def leave(self) -> None:
+        def do() -> None:
+            self._groups.farewell()
+            self._node.post("member", LeaveRequested())
+
+        self._call(do)
+
+    def take(self, buffer: str) -> Vector:
+        return self._node.data.take(buffer)
+
+    def empty(self, elements: int, dtype: Any) -> Vector:
+        return np.empty(elements, dtype)
 
 
-class OperationCall:
-    """A call in a group: its answer, and whom it waits for."""
+class Answers(Protocol):
+    """Who hears what the node says to the application."""
 
-    def __init__(self, group: str = "") -> None:
-        self.answer: Answer = Future()
-        self.group = group
-        self.sequence = -1  # not yet in its group
-        self.message: Outgoing | Wanted | None = None
+    def resolve(self, action: Action) -> None: ...
 
-    def end(self, error: str | None, value: Any = None) -> None:
-        if self.answer.done():
-            return  # it was given up
-        if error is None:
-            self.answer.set_result(value)
-        else:
-            self.answer.set_exception(FabricError(error))
+    def end_groups(self, reason: str) -> None: ...
 
 
 class Client:
-    """Calls of one application thread or generator; `post` carries an event to the node's own thread."""
+    """Calls of one application thread or generator, and their answers."""
 
-    def __init__(
-        self,
-        node: Node,
-        post: Callable[[str, Event, Callable[[], None]], None],
-        call: Callable[[Callable[[], None]], None],
-        board: Switchboard,
-    ) -> None:
-        self._node = node
-        self._post = post
-        self._call = call  # have something done on the node's own thread
-        self._board = board
-        self._groups: dict[str, GroupHandle] = {}
-        self._uses: dict[str, list[tuple[Callable[[GroupHandle], None], Answer]]] = {}
-        self._missing: dict[str, tuple[str, ...]] = {}  # who a group waits for, by its name
+    def __init__(self, courier: Courier, groups: Groups) -> None:
+        self._courier = courier
+        self.groups = groups
         self._answers: dict[str, Answer] = {}
         self._lock = threading.Lock()
         self._numbers = {"update": 0, "pull": 0}
@@ -146,8 +151,6 @@ class Client:
         self._feedback: ErrorFeedback | None = None
         self.refused: str | None = None  # new calls, while what is pending goes on
         self.gone = threading.Event()  # nothing more will come
-        # Groups need no scheduler once they are formed; with this set they outlive it.
-        self.groups_outlive_job = False
         self.lost: list[str] = []
         self.rule_spec = RuleSpec("Sum")
 
@@ -157,10 +160,10 @@ class Client:
         return self._ask("join", "member", JoinRequested())
 
     def leave(self) -> None:
-        self._post("member", LeaveRequested(), self._board.farewell)
+        self._courier.leave()
 
     def drain(self) -> None:
-        self._post("member", DrainRequested(), lambda: None)
+        self._courier.post("member", DrainRequested())
 
     def publish(
         self,
@@ -171,16 +174,16 @@ class Client:
         version: int = 0,
     ) -> Answer:
         layout = Layout.of(arrays)
-        if isinstance(rule, Sum):
+        if isinstance(rule, Sum | Rounds):
             settings = msgspec.structs.replace(settings, weigh=False)
-        vectors = [layout.pack(arrays)]
-        for name in sorted(state or {}):
-            vectors.append(layout.pack((state or {})[name]))
+        parts = [arrays, *((state or {})[name] for name in sorted(state or {}))]
         if state and len(state) != rule.vectors:
             raise FabricError(
                 f"the checkpoint has {len(state)} optimizer vectors, the rule needs {rule.vectors}"
             )
-        whole = np.concatenate(vectors) if len(vectors) > 1 else vectors[0]
+        whole = self._courier.empty(layout.elements * len(parts), layout.dtype)
+        for index, part in enumerate(parts):
+            layout.pack_into(part, whole[index * layout.elements : (index + 1) * layout.elements])
         event = PublishRequested(
             "publish",
             layout.specs,
@@ -188,16 +191,23 @@ class Client:
             settings,
             layout.elements,
             str(layout.dtype),
-            len(vectors) - 1,
+            len(parts) - 1,
             version,
         )
-        return self._ask("publish", "worker", event, lambda: self._node.data.put("publish", whole))
+        return self._ask("publish", "worker", event, "publish", whole)
 
     def push(
-        self, update: Mapping[str, Any], copy: bool = False, bases: tuple[Version, ...] = ()
+        self,
+        update: Mapping[str, Any],
+        copy: bool = False,
+        bases: tuple[Version, ...] = (),
+        settings: StepSettings | None = None,
     ) -> tuple[str, Answer]:
         layout = self._known_layout()
-        vector = layout.pack(update, copy=copy)
+        vector = None if copy else layout.as_it_is(update)
+        if vector is None:
+            vector = self._courier.empty(layout.elements, layout.dtype)
+            layout.pack_into(update, vector)
         norm = float(np.linalg.norm(vector))
         if not np.isfinite(norm):
             raise FabricError("the update holds infinite or undefined numbers; it would spoil the model")
@@ -209,15 +219,18 @@ class Client:
                 vector = self._feedback.code(name, vector)
             norm = float(np.linalg.norm(vector))
             size_bytes = self._feedback.size_bytes
-        event = UpdateSubmitted(name, buffer, size_bytes, norm, bases)
-        return name, self._ask(name, "worker", event, lambda: self._node.data.put(buffer, vector))
+        event = UpdateSubmitted(name, buffer, size_bytes, norm, bases, settings)
+        return name, self._ask(name, "worker", event, buffer, vector)
 
-    def pull(self, with_state: bool = False) -> tuple[str, Answer]:
+    def pull(self, with_state: bool = False, aside: bool = False) -> tuple[str, Answer]:
         name = f"{self.label}.pull{self._next('pull')}"
-        return name, self._ask(name, "worker", PullRequested(name, with_state))
+        return name, self._ask(name, "worker", PullRequested(name, with_state, aside or with_state))
 
     def durable(self, update: str) -> Answer:
         return self._ask(f"durable/{update}", "worker", DurabilityRequested(update))
+
+    def empty(self, elements: int, dtype: Any) -> Vector:
+        return self._courier.empty(elements, dtype)
 
     # --- groups -----------------------------------------------------------------------------------------
 
@@ -228,137 +241,9 @@ class Client:
         if not array.flags.c_contiguous or not array.flags.writeable:
             raise FabricError("all_reduce works in place: it needs a writeable, contiguous array")
         view, kind = array.reshape(-1).view("u1").data, str(array.dtype)
-
-        def make(rank: int, size: int) -> Operation:
-            add = numpy_combine(combine, kind, size)
-            return all_reduce(rank, size, view, array.itemsize, kind, combine, add)
-
-        return self.collective("", (), make)
-
-    def collective(
-        self,
-        group: str,
-        nodes: tuple[str, ...],
-        make: Callable[[int, int], Operation],
-        form_again: bool = True,
-    ) -> OperationCall:
-        """Begin the operation `make(rank, size)` in a group, which is formed if it has to be.
-
-        After an error the next call finds a new group, unless told not to.
-        """
-        call = OperationCall(group)
-
-        def use(handle: GroupHandle) -> None:
-            held = self._board.groups[handle.number]
-
-            def done(error: str | None) -> None:
-                if error is not None and form_again and self._groups.get(group) is handle:
-                    del self._groups[group]
-                call.end(error)
-
-            try:
-                operation = make(handle.rank, handle.size)
-            except FabricError as error:
-                call.answer.set_exception(error)
-                return
-            call.sequence = self._board.post(held, operation, done)
-
-        self._in_group(group, nodes, use, call.answer)
-        return call
-
-    def send(
-        self, group: str, nodes: tuple[str, ...], to: int, tag: int, payload: memoryview
-    ) -> OperationCall:
-        """Send a message to a rank of a group; over when the bytes are on their way."""
-        call = OperationCall(group)
-
-        def use(handle: GroupHandle) -> None:
-            held = self._board.groups[handle.number]
-            call.message = self._board.send(held, to, tag, payload, call.end)
-
-        self._in_group(group, nodes, use, call.answer)
-        return call
-
-    def receive(
-        self, group: str, nodes: tuple[str, ...], source: int, tag: int, place: memoryview
-    ) -> OperationCall:
-        """Receive a message from a rank of a group, or from any (-1); the answer is the sender's rank."""
-        call = OperationCall(group)
-
-        def use(handle: GroupHandle) -> None:
-            held = self._board.groups[handle.number]
-            call.message = self._board.receive(held, source, tag, place, call.end)
-
-        self._in_group(group, nodes, use, call.answer)
-        return call
-
-    def give_up(self, call: OperationCall, words: Callable[[str], str]) -> None:
-        """End a call that takes too long, and with it its group, everywhere; on the node's own thread."""
-        if call.answer.done():
-            return
-        reason = words(self.waiting_for(call))
-        self.break_group(call.group, reason)
-        call.end(reason)
-
-    def break_group(self, name: str, reason: str) -> None:
-        """End all that runs or waits in a group, on every rank; on the node's own thread."""
-        handle = self._groups.get(name)
-        if handle is not None:
-            self._board.groups[handle.number].fail(reason)
-        else:
-            self._group_formed(ResolveGroup(name, 0, (), reason))
-
-    def leave_group(self, name: str) -> None:
-        """Be in a group no more; on the node's own thread."""
-        handle = self._groups.pop(name, None)
-        if handle is not None:
-            self._board.dissolve(handle.number, f"group {name} was left")
-
-    def group(self, name: str, nodes: tuple[str, ...]) -> Answer:
-        """Be in a group; the answer is its handle."""
-        answer: Answer = Future()
-        self._in_group(name, nodes, answer.set_result, answer)
-        return answer
-
-    def _in_group(
-        self, name: str, nodes: tuple[str, ...], use: Callable[[GroupHandle], None], answer: Answer
-    ) -> None:
-        def do() -> None:
-            if self.failed is not None and not (self.groups_outlive_job and name in self._groups):
-                answer.set_exception(FabricError(self.failed))
-            elif name in self._groups:
-                use(self._groups[name])
-            else:
-                uses = self._uses.setdefault(name, [])
-                uses.append((use, answer))
-                if len(uses) == 1:
-                    self._node.post("participant", GroupRequested(name, nodes))
-
-        self._call(do)
-
-    def _group_formed(self, action: ResolveGroup) -> None:
-        self._missing.pop(action.name, None)
-        uses = self._uses.pop(action.name, [])
-        if action.error is not None:
-            for _, answer in uses:
-                if not answer.done():
-                    answer.set_exception(FabricError(action.error))
-            return
-        rank = action.nodes.index(self._node.name)
-        handle = GroupHandle(action.number, action.name, action.nodes, rank)
-        self._groups[action.name] = handle
-        for use, _ in uses:
-            use(handle)
-
-    def waiting_for(self, call: OperationCall) -> str:
-        """Who or what an operation waits for; to be asked on the node's own thread."""
-        handle = self._groups.get(call.group)
-        if handle is None:
-            missing = self._missing.get(call.group)
-            return f"{', '.join(missing)} did not come" if missing else "its group is not formed yet"
-        if call.message is not None:
-            return self._board.groups[handle.number].mailbox.describe(call.message)
-        return self._board.groups[handle.number].describe(call.sequence)
+        return self.groups.collective(
+            "", (), Call("all_reduce", kind, array.itemsize, combine, blocks=(changes(view),))
+        )
 
     def _known_layout(self) -> Layout:
         if self.failed is not None:
@@ -373,13 +258,15 @@ class Client:
             self._numbers[kind] += 1
             return number
 
-    def _ask(self, key: str, role: str, event: Event, before: Callable[[], None] = lambda: None) -> Answer:
+    def _ask(
+        self, key: str, role: str, event: Event, buffer: str = "", vector: Vector | None = None
+    ) -> Answer:
         answer: Answer = Future()
         if self.failed is not None or self.refused is not None:
             answer.set_exception(FabricError(self.failed or self.refused))
             return answer
         self._answers[key] = answer
-        self._post(role, event, before)
+        self._courier.post(role, event, buffer, vector)
         return answer
 
     # --- answers ----------------------------------------------------------------------------------------
@@ -411,21 +298,18 @@ class Client:
                 self._answer(f"durable/{update}", None, error)
             case ResolvePull(pull=pull, versions=versions, error=error):
                 self._pulled(pull, versions, error)
-            case ResolveGroup():
-                self._group_formed(action)
-            case GroupWaits(name=name, missing=missing):
-                self._missing[name] = missing
             case RefuseNew(reason=reason):
                 self.refused = reason
             case FailJob(reason=reason):
                 self.failed = self.failed or reason
                 self.gone.set()
-                if not self.groups_outlive_job:
-                    self.end_groups(reason)
-                for name in list(self._uses):
-                    self._group_formed(ResolveGroup(name, 0, (), reason))
                 for key in list(self._answers):
                     self._answer(key, None, reason)
+
+        self.groups.resolve(action)
+
+    def end_groups(self, reason: str) -> None:
+        self.groups.end(reason)
 
     def _settle(self, update: str, applied: bool) -> None:
         """What a dropped update would have brought goes with the next one, where codecs keep accounts."""
@@ -433,15 +317,11 @@ class Client:
             with self._lock:
                 self._feedback.settle(update, applied)
 
-    def end_groups(self, reason: str) -> None:
-        for group in self._board.groups.values():
-            group.fail(reason, tell=False)
-
     def _pulled(self, pull: str, versions: tuple[Version, ...], error: str | None) -> None:
         if error is not None:
             self._answer(pull, None, error)
             return
-        parts = [self._node.data.take(f"pull/{pull}/{index}") for index in range(len(versions))]
+        parts = [self._courier.take(f"pull/{pull}/{index}") for index in range(len(versions))]
         self._answer(pull, (parts, versions))
 
     def unpack(self, parts: list[Vector], versions: tuple[Version, ...]) -> Model:

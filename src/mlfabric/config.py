@@ -5,6 +5,7 @@ Under torchrun its variables say who we are and where rank 0 is; the fabric's ow
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import re
@@ -17,8 +18,13 @@ from pathlib import Path
 from mlfabric.errors import ConnectError, FabricError
 from mlfabric.units import goodput, parse_rate
 
-# The scheduler's port where none is given; under torchrun, one above the port of its own store.
+# The scheduler's port where none is given.
 DEFAULT_PORT = 7070
+# Where the engine of a member runs; "auto": a thread, or a process if a look at this one advises it.
+ENGINES = ("thread", "process", "auto")
+# Under torchrun the scheduler's port follows from that of torchrun's own store, in a range that kernels give
+# to nobody by themselves: where torchrun draws a port, the next ones may be taken at any moment.
+FIRST_PORT, PORTS = 20000, 12768
 _NAME = re.compile(r"^[A-Za-z0-9_.\-]{1,64}$")
 
 
@@ -42,7 +48,14 @@ class Settings:
     tls: Path | None = None  # a folder with this host's certificate
     listen: tuple[str, int] | None = None  # where this member listens; None: found by the route
     least_lease_s: float = 0.0  # an embedded scheduler never takes shorter silence for death
+    max_rate_bytes_per_s: float | None = None  # what this host may send, by all processes of the fabric on it
+    job_max_rate_bytes_per_s: float | None = None  # what this job may send from any one host
+    pace: bool = False  # spread what collectives send over the time until it is needed
     mirror: Path | None = None  # a folder where the weights this member leads can be read, even after a kill
+    engine: str = "thread"  # one of ENGINES
+    others: tuple[tuple[str, int], ...] = ()  # where else somebody may listen who knows the scheduler
+    embeds_if_alone: bool = False  # schedules if nobody else does: it listens at the first of the addresses
+    restarted: bool = False  # an earlier life of this process may still hold its name for a moment
 
 
 def from_environment(
@@ -60,6 +73,10 @@ def from_environment(
     host: str | None = None,
     listen: str | None = None,
     tls: str | Path | None = None,
+    engine: str | None = None,
+    max_rate: str | float | None = None,
+    job_max_rate: str | float | None = None,
+    pace: bool | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Settings:
     """Arguments first, then MLFABRIC_ variables, then torchrun's, then defaults."""
@@ -71,17 +88,25 @@ def from_environment(
             "join() needs the scheduler's address, MLFABRIC_SCHEDULER or torchrun's variables; "
             "mlfabric.local() needs none of them"
         )
-    scheduler = parse_address(where)
-    chosen = name or env.get("MLFABRIC_NAME") or (f"rank{rank}" if rank is not None else _default_name())
+    scheduler, *others = [parse_address(each) for each in where.split(",")]
+    on = host or env.get("MLFABRIC_HOST") or socket.gethostname()
+    chosen = (
+        name or env.get("MLFABRIC_NAME") or (f"rank{rank}" if rank is not None else _default_name(env, on))
+    )
     if not _NAME.match(chosen):
         raise FabricError(f"the name {chosen!r} is not made of 1 to 64 letters, digits, dots, dashes")
     size = _whole(env, "WORLD_SIZE") if rank is not None else None
     out, into = _rate(up, env.get("MLFABRIC_UP"), scheduler), _rate(down, env.get("MLFABRIC_DOWN"), scheduler)
     written = log or env.get("MLFABRIC_LOG")
+    listens = _listen(listen or env.get("MLFABRIC_LISTEN"))
+    if others and listens is None and not _whole(env, "LOCAL_RANK"):
+        listens = _own_address((scheduler, *others))
+    # Of several torchruns, each of one host, every one has a run id of its own.
+    run = env.get("TORCHELASTIC_RUN_ID") if rank is not None else None
     return Settings(
         name=chosen,
-        job=job or env.get("MLFABRIC_JOB") or env.get("TORCHELASTIC_RUN_ID") or "job",
-        host=host or env.get("MLFABRIC_HOST") or socket.gethostname(),
+        job=job or env.get("MLFABRIC_JOB") or run or "job",
+        host=on,
         scheduler=scheduler,
         embed_scheduler=rank == 0 if embed_scheduler is None else embed_scheduler,
         secret=_secret(secret, env),
@@ -89,11 +114,18 @@ def from_environment(
         up_bytes_per_s=out,
         down_bytes_per_s=into,
         log=Path(written) if written else None,
-        listen=_listen(listen or env.get("MLFABRIC_LISTEN")),
+        listen=listens,
         tls=Path(tls or env["MLFABRIC_TLS"]) if tls or env.get("MLFABRIC_TLS") else None,
         insecure=insecure if insecure is not None else env.get("MLFABRIC_INSECURE") == "1",
+        pace=pace if pace is not None else _flag(env, "MLFABRIC_PACE"),
         rack=env.get("MLFABRIC_RACK"),
+        engine=_engine(engine or env.get("MLFABRIC_ENGINE")),
+        max_rate_bytes_per_s=read_limit(max_rate or env.get("MLFABRIC_MAX_RATE")),
+        job_max_rate_bytes_per_s=read_limit(job_max_rate or env.get("MLFABRIC_JOB_MAX_RATE")),
         rates_guessed=all(r is None for r in (up, down, env.get("MLFABRIC_UP"), env.get("MLFABRIC_DOWN"))),
+        others=tuple(others),
+        embeds_if_alone=bool(others) and embed_scheduler is None and listens == scheduler,
+        restarted=bool(_whole(env, "TORCHELASTIC_RESTART_COUNT")),
     )
 
 
@@ -106,9 +138,11 @@ class TorchSettings:
     scheduler: str | None  # a standalone scheduler to use instead of an embedded one
     dump_prefix: str  # where the record of recent operations goes after a time-out; the rank is appended
     record_entries: int  # operations remembered for it
+    pace: bool  # spread what collectives send over the time until it is needed
+    engine: str | None = None  # where the engine runs, if the script says so
 
 
-def torch_settings(environment: Mapping[str, str] | None = None) -> TorchSettings:
+def torch_settings(pace: bool | None = None, environment: Mapping[str, str] | None = None) -> TorchSettings:
     env = os.environ if environment is None else environment
     default = str(Path(tempfile.gettempdir()) / "mlfabric_trace_rank_")
     entries = _whole(env, "TORCH_FR_BUFFER_SIZE")
@@ -118,6 +152,7 @@ def torch_settings(environment: Mapping[str, str] | None = None) -> TorchSetting
         env.get("MLFABRIC_SCHEDULER"),
         env.get("MLFABRIC_DUMP_FILE") or env.get("TORCH_FR_DUMP_TEMP_FILE") or default,
         entries if entries is not None and entries > 0 else 2000,
+        pace if pace is not None else _flag(env, "MLFABRIC_PACE"),
     )
 
 
@@ -125,8 +160,15 @@ def _torchrun_address(env: Mapping[str, str]) -> str | None:
     if "MASTER_ADDR" not in env or "MASTER_PORT" not in env or "RANK" not in env:
         return None
     port = _whole(env, "MASTER_PORT") or 0
-    # torchrun's own store holds MASTER_PORT.
-    return f"{env['MASTER_ADDR']}:{port + 1 if port < 65535 else port - 1}"
+    # torchrun's own store holds MASTER_PORT; halfway round the range is far from it.
+    return f"{env['MASTER_ADDR']}:{FIRST_PORT + (port + PORTS // 2) % PORTS}"
+
+
+def _flag(env: Mapping[str, str], key: str) -> bool:
+    written = env.get(key, "0")
+    if written not in ("0", "1"):
+        raise FabricError(f"{key} is {written!r}; write 1 or 0")
+    return written == "1"
 
 
 def _whole(env: Mapping[str, str], key: str) -> int | None:
@@ -179,8 +221,42 @@ def _listen(written: str | None) -> tuple[str, int] | None:
     return host, port if re.search(r":\d+$", written) else 0
 
 
-def _default_name() -> str:
-    return re.sub(r"[^A-Za-z0-9_.\-]", "-", f"{socket.gethostname()}-{os.getpid()}")[:64]
+def _engine(written: str | None) -> str:
+    if written is None or written == "":
+        return "thread"
+    if written not in ENGINES:
+        raise FabricError(f"unknown engine {written!r}; it is one of {', '.join(ENGINES)}")
+    return written
+
+
+def _own_address(addresses: tuple[tuple[str, int], ...]) -> tuple[str, int] | None:
+    """The one of these that is on this host; None where none is, or several are."""
+    ours = []
+    for address in addresses:
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as sock, contextlib.suppress(OSError):
+            sock.bind((address[0], 0))
+            ours.append(address)
+    return ours[0] if len(ours) == 1 else None
+
+
+def _default_name(env: Mapping[str, str], host: str) -> str:
+    """Under torchrun the same after a restart; else one that nobody else has."""
+    number = env.get("LOCAL_RANK") or os.getpid()
+    return re.sub(r"[^A-Za-z0-9_.\-]", "-", f"{host}-{number}")[:64]
+
+
+def read_limit(written: str | float | None) -> float | None:
+    """Payload bytes per second of a limit, which people write in bits on the wire; "none": no limit."""
+    if written is None or written == "none":
+        return None
+    try:
+        rate = parse_rate(written)
+    except ValueError as error:
+        raise FabricError(str(error)) from None
+    if rate <= 0:
+        raise FabricError(f"a limit of {written!r} lets nothing through; give one above zero, or none")
+    return goodput(rate)
 
 
 def _rate(given: str | float | None, written: str | None, scheduler: tuple[str, int]) -> float:

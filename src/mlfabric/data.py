@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from mlfabric.codecs import Codec, find_codec
 from mlfabric.errors import FabricError
 from mlfabric.messages import RuleSpec, ShardRange
 from mlfabric.numerics import ShardStore, Vector
-from mlfabric.rules import make_rule
+from mlfabric.rules import Rule, make_rule
 
 # What arrays on the wire may be made of.
 WIRE_DTYPES = frozenset(
@@ -40,7 +40,7 @@ class DataPlane(Protocol):
     def create_shard(self, shard: ShardRange, rule: RuleSpec, dtype: str) -> None: ...
     def fill_shard(self, shard: int, buffer: str, with_state: bool, version: int) -> None: ...
     def measure_step(
-        self, shard: int, buffer: str, weight: float, members: int
+        self, shard: int, buffer: str, weight: float, members: int, rule: RuleSpec | None = None
     ) -> tuple[float, float, float]: ...
     def commit_step(self, shard: int) -> None: ...
     def snapshot_shard(
@@ -57,6 +57,8 @@ class ArrayData:
         self._buffers: dict[str, Vector] = {}
         self._coded: dict[str, tuple[Codec, int]] = {}  # buffers that hold coded numbers: how, how many
         self.shards: dict[int, ShardStore] = {}
+        self._ranges: dict[int, ShardRange] = {}
+        self._changed: dict[int, tuple[RuleSpec, Rule]] = {}  # by shard: the rule of the last such update
         self._limit_bytes = limit_bytes
         self._mirror = mirror
 
@@ -94,8 +96,12 @@ class ArrayData:
                 raise FabricError(f"a transfer of {count} {dtype} does not fit its place in {buffer}")
             return target[start : start + count]
         self._check_room(size_bytes)
-        self._buffers[buffer] = np.empty(count, kind)
+        self._buffers[buffer] = self.room(buffer, count, kind)
         return self._buffers[buffer]
+
+    def room(self, buffer: str, count: int, kind: Any) -> Vector:
+        """Memory for what arrives."""
+        return np.empty(count, kind)
 
     def _incoming_coded(self, buffer: str, dtype: str, size_bytes: int) -> Vector:
         """A place for coded numbers; they are decoded when somebody needs them."""
@@ -140,6 +146,8 @@ class ArrayData:
 
     def create_shard(self, shard: ShardRange, rule: RuleSpec, dtype: str) -> None:
         weights = None
+        self._ranges[shard.index] = shard
+        self._changed.pop(shard.index, None)
         if self._mirror is not None:
             self._mirror.mkdir(parents=True, exist_ok=True)
             path = mirror_path(self._mirror, shard.index)
@@ -152,12 +160,22 @@ class ArrayData:
         self.shards[shard].fill(self._buffers[buffer], with_state, version)
 
     def measure_step(
-        self, shard: int, buffer: str, weight: float, members: int
+        self, shard: int, buffer: str, weight: float, members: int, rule: RuleSpec | None = None
     ) -> tuple[float, float, float]:
         store = self.shards[shard]
         if buffer:
-            store.stage(self._vector(buffer), weight, members)
+            store.stage(self._vector(buffer), weight, members, self._rule(shard, rule))
         return store.measure()
+
+    def _rule(self, shard: int, spec: RuleSpec | None) -> Rule | None:
+        """What an update came with, unless it would need other state than there is."""
+        if spec is None:
+            return None
+        known = self._changed.get(shard)
+        if known is None or known[0] != spec:
+            range_ = self._ranges[shard]
+            known = self._changed[shard] = (spec, make_rule(spec, range_.start, range_.count))
+        return known[1] if known[1].vectors == self.shards[shard].rule.vectors else None
 
     def commit_step(self, shard: int) -> None:
         self.shards[shard].commit()

@@ -11,7 +11,15 @@ from typing import Any
 
 import msgspec
 
-from mlfabric.messages import ArraySpec, ControlMessage, JobSettings, RuleSpec, TransferAbout, Version
+from mlfabric.messages import (
+    ArraySpec,
+    ControlMessage,
+    JobSettings,
+    RuleSpec,
+    StepSettings,
+    TransferAbout,
+    Version,
+)
 
 
 class Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -107,11 +115,13 @@ class UpdateSubmitted(Event, frozen=True):
     size_bytes: int
     norm: float
     bases: tuple[Version, ...] = ()  # of the model it was computed from; none: of the last one pulled
+    settings: StepSettings | None = None  # what it is to be applied by; None: as published
 
 
 class PullRequested(Event, frozen=True):
     pull: str
     with_state: bool = False
+    aside: bool = False  # not for the next step: nobody waits for it, it waits for nobody
 
 
 class DurabilityRequested(Event, frozen=True):
@@ -128,6 +138,13 @@ class RatesMeasured(Event, frozen=True):
 
     up_bytes_per_s: float | None
     down_bytes_per_s: float | None
+
+
+class FlowsMeasured(Event, frozen=True):
+    """How fast bulk bytes go to peers: (peer, payload bytes per second, whether the network held them back);
+    None when they have just begun, zero when they have all gone."""
+
+    flows: tuple[tuple[str, float | None, bool], ...]
 
 
 class DrainRequested(Event, frozen=True):

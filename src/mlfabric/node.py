@@ -281,7 +281,10 @@ class Node:
             case FillShard():
                 data.fill_shard(action.shard, action.buffer, action.with_state, action.version)
             case MeasureStep():
-                norms = data.measure_step(action.shard, action.buffer, action.weight, action.members)
+                came_with = action.settings.rule if action.settings is not None else None
+                norms = data.measure_step(
+                    action.shard, action.buffer, action.weight, action.members, came_with
+                )
                 self._queue.append((role, StepMeasured(action.shard, *norms), cause))
             case CommitStep(shard=index):
                 data.commit_step(index)

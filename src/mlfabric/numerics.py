@@ -9,7 +9,7 @@ import numpy as np
 
 from mlfabric.errors import ShapeMismatch
 from mlfabric.messages import ArraySpec
-from mlfabric.rules import GradientSum, Rule
+from mlfabric.rules import GradientSum, Rounds, Rule
 from mlfabric.rules import Vector as Vector
 
 
@@ -40,18 +40,27 @@ class Layout:
             raise ShapeMismatch("all arrays of the model are empty; there is nothing to train")
         return layout
 
-    def pack(self, arrays: Mapping[str, Any], copy: bool = True) -> Vector:
-        """The arrays as one vector; without `copy` a single array that fits is used as it is."""
+    def as_it_is(self, arrays: Mapping[str, Any]) -> Vector | None:
+        """A single array that fits is the vector already; None: the arrays have to be packed."""
         self.check(arrays)
-        if not copy and len(self.specs) == 1:
+        if len(self.specs) == 1:
             only = np.asarray(arrays[self.specs[0].name])
             if only.dtype == self.dtype and only.flags.c_contiguous:
                 return only.reshape(-1)
-        vector = np.empty(self.elements, self.dtype)
+        return None
+
+    def pack_into(self, arrays: Mapping[str, Any], vector: Vector) -> None:
+        """Put the arrays into a vector, one after the other."""
+        self.check(arrays)
         at = 0
         for spec, size in zip(self.specs, self.sizes, strict=True):
             vector[at : at + size] = np.asarray(arrays[spec.name]).reshape(-1)
             at += size
+
+    def pack(self, arrays: Mapping[str, Any]) -> Vector:
+        """The arrays as one vector of its own."""
+        vector = np.empty(self.elements, self.dtype)
+        self.pack_into(arrays, vector)
         return vector
 
     def unpack(self, vector: Vector) -> dict[str, Vector]:
@@ -94,9 +103,10 @@ class ShardStore:
         self.coming_image: Vector | None = None  # what is on its way to it
         self._staged: tuple[Vector, list[Vector], int] | None = None
 
-    def stage(self, total: Vector, weight: float, members: int) -> None:
+    def stage(self, total: Vector, weight: float, members: int, rule: Rule | None = None) -> None:
+        """Compute a step by the shard's rule, or by one with other settings that came with the update."""
         got = GradientSum(total, weight, members, self.count)
-        step, state = self.rule.step(got, self.weights, self.state)
+        step, state = (rule or self.rule).step(got, self.weights, self.state)
         self._staged = (step, state, members)
 
     def measure(self) -> tuple[float, float, float]:
@@ -126,6 +136,8 @@ class ShardStore:
         self.weights[:] = values[:size]
         if with_state:
             self.state = [values[i * size : (i + 1) * size].copy() for i in range(1, 1 + self.rule.vectors)]
+        elif isinstance(self.rule, Rounds):
+            self.state = self.rule.begun_anew(self.state)
         self.count = count
 
     def snapshot(self, with_state: bool, with_staged: bool) -> Vector:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -244,6 +245,39 @@ class Pieces:
         return moved, after
 
 
+@dataclass(frozen=True)
+class Rounds:
+    """One step per `every` gradients, by their mean: those before the last are gathered in the last vector
+    of the state. A round that a fail-over interrupts makes its step by the gradients that survived."""
+
+    every: int
+    rule: Rule
+
+    def __post_init__(self) -> None:
+        _check(self.every >= 1, f"a step needs at least one gradient, not {self.every}")
+
+    @property
+    def vectors(self) -> int:
+        return self.rule.vectors + 1
+
+    def spec(self) -> RuleSpec:
+        return msgspec.structs.replace(self.rule.spec(), every=self.every)
+
+    def step(self, got: GradientSum, weights: Vector, state: list[Vector]) -> tuple[Vector, list[Vector]]:
+        *inner, sofar = state
+        total = sofar + got.total
+        done = got.before % self.every + got.members
+        if done < self.every:
+            return np.zeros_like(weights), [*inner, total]
+        mean = total * weights.dtype.type(1 / done)
+        moved, after = self.rule.step(GradientSum(mean, 1.0, 1, got.before // self.every), weights, inner)
+        return moved, [*after, np.zeros_like(weights)]
+
+    def begun_anew(self, state: list[Vector]) -> list[Vector]:
+        """What was gathered belongs to other weights than those that came."""
+        return [*state[:-1], np.zeros_like(state[-1])]
+
+
 RULES: Mapping[str, Any] = {
     rule.__name__: rule for rule in (SGD, Adam, AdamW, Adagrad, RMSprop, Sum, Average)
 }
@@ -251,6 +285,9 @@ RULES: Mapping[str, Any] = {
 
 def make_rule(spec: RuleSpec, start: int = 0, count: int | None = None) -> Rule:
     """The rule of a name and settings, for the elements from `start` on that a shard holds."""
+    if spec.every > 1:
+        one = msgspec.structs.replace(spec, every=1)
+        return Rounds(spec.every, make_rule(one, start, count))
     if spec.name == "Pieces":
         end = max((piece.stop for piece in spec.pieces), default=0) if count is None else start + count
         parts = [

@@ -55,6 +55,16 @@ class Network:
     def with_host(self, host: Host) -> Network:
         return replace(self, hosts=MappingProxyType({**self.hosts, host.name: host}))
 
+    def sending_at_most(self, limit_bytes_per_s: float | None) -> Network:
+        """A copy in which no host sends faster than this; None: as fast as it can."""
+        if limit_bytes_per_s is None:
+            return self
+        hosts = {
+            name: replace(host, up_bytes_per_s=min(host.up_bytes_per_s, limit_bytes_per_s))
+            for name, host in self.hosts.items()
+        }
+        return replace(self, hosts=MappingProxyType(hosts))
+
     def without_host(self, name: str) -> Network:
         return replace(self, hosts=MappingProxyType({k: v for k, v in self.hosts.items() if k != name}))
 

@@ -19,27 +19,27 @@ def rates(view: BandwidthView) -> dict[str, tuple[float, float]]:
 
 def test_hosts_nobody_knows_are_like_the_fastest_known() -> None:
     view = view_of("a", "b", "c")
-    assert view.learn("n0", RatesLearned(20.0, None))
-    assert view.learn("n1", RatesLearned(5.0, None))
+    assert view.learn("n0", RatesLearned(20.0, None), 0.0)
+    assert view.learn("n1", RatesLearned(5.0, None), 0.0)
     assert rates(view) == {"a": (20.0, 20.0), "b": (5.0, 5.0), "c": (20.0, 20.0)}
 
 
 def test_figures_that_members_gave_are_kept_until_something_is_learned() -> None:
     view = view_of("a", "b", guessed=False)
-    view.learn("n0", RatesLearned(20.0, None))
+    view.learn("n0", RatesLearned(20.0, None), 0.0)
     assert rates(view) == {"a": (20.0, 100.0), "b": (100.0, 100.0)}
 
 
 def test_processes_of_one_host_add_up() -> None:
     view = view_of("a", "a", "b")
-    view.learn("n0", RatesLearned(10.0, 4.0))
+    view.learn("n0", RatesLearned(10.0, 4.0), 0.0)
     assert rates(view)["a"] == (20.0, 8.0)
-    view.learn("n1", RatesLearned(14.0, 6.0))
+    view.learn("n1", RatesLearned(14.0, 6.0), 0.0)
     assert rates(view)["a"] == (24.0, 10.0)
 
 
 def test_the_same_rates_again_are_no_news() -> None:
     view = view_of("a")
-    assert view.learn("n0", RatesLearned(10.0, 4.0))
-    assert not view.learn("n0", RatesLearned(10.0, 4.0))
-    assert not view.learn("stranger", RatesLearned(10.0, 4.0))
+    assert view.learn("n0", RatesLearned(10.0, 4.0), 0.0)
+    assert not view.learn("n0", RatesLearned(10.0, 4.0), 0.0)
+    assert not view.learn("stranger", RatesLearned(10.0, 4.0), 0.0)

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import msgspec
 
-from mlfabric.events import TransferArriving, TransferFailed, TransferFinished
-from mlfabric.messages import AppliedIds, Promote, Promoted, ReplicaHas, ReplicaPart, UpdatePart, Version
+from mlfabric.events import TransferArriving, TransferFailed, TransferFinished, TransferSent
+from mlfabric.messages import (
+    AppliedIds,
+    ModelPart,
+    Promote,
+    Promoted,
+    PullServed,
+    ReplicaHas,
+    ReplicaPart,
+    ServePull,
+    UpdatePart,
+    Version,
+)
 from mlfabric.roles.actions import (
     AcceptTransfer,
     Action,
@@ -16,6 +27,7 @@ from mlfabric.roles.actions import (
     ReplicaSettings,
     ServerSettings,
     StartRole,
+    StartTransfer,
 )
 from mlfabric.roles.replica import Replica
 from mlfabric.roles.server import Server
@@ -87,6 +99,17 @@ def test_a_promoted_replica_leads_from_what_it_holds() -> None:
     assert not of(CreateShard, Server(settings).begin()), "its values are there already"
     assert of(RefuseTransfer, role(TransferArriving("late", "s0", 40, part(6))))
     assert not role.tell(Promote(0, 2, "again"))
+
+
+def test_a_replica_sends_what_it_holds_to_who_is_nearest_to_it() -> None:
+    role = replica()
+    follow(role, 4)
+    actions = role.tell(ServePull("w2/p0", "w2", 0, 1e6, False))
+    start = one(StartTransfer, actions)
+    assert (start.node, start.role, start.about) == ("w2", "worker", ModelPart("w2/p0", 0, Version(0, 4)))
+    done = role(TransferSent(start.transfer))
+    assert said(PullServed, done, "sched") == PullServed("w2/p0", 0)
+    assert one(FreeBuffer, done).buffer == start.buffer
 
 
 def test_a_replica_that_was_never_filled_says_so_and_does_not_lead() -> None:

@@ -48,6 +48,7 @@ from mlfabric.messages import (
     PublishFirst,
     PublishRefused,
     PublishWanted,
+    PullServed,
     PullWanted,
     RatesLearned,
     ReplicaAssigned,
@@ -65,10 +66,11 @@ from mlfabric.messages import (
     WithdrawSlot,
     YieldLead,
 )
-from mlfabric.roles.actions import Action, SchedulerSettings, Send
+from mlfabric.roles.actions import Action, Note, SchedulerSettings, Send
+from mlfabric.roles.failover import ENDING_S
 from mlfabric.roles.groups import GATHER_S, PENDING_S
 from mlfabric.roles.scheduler import Scheduler
-from tests.roles.feeding import Fed, notes, said, sent
+from tests.roles.feeding import Fed, notes, of, said, sent
 
 ARRAYS = (ArraySpec("w", (1000,), "float32"),)
 ROLES = {"w": ("worker", "aggregator"), "s": ("server", "replica"), "r": ("replica",)}
@@ -431,6 +433,53 @@ def test_a_leader_lost_without_a_replica_fails_the_job_in_one_sentence() -> None
     assert said(PublishRefused, fabric.publish("w1"), "w1").reason == reason
 
 
+def test_a_job_ends_in_peace_when_its_leader_leaves_first_and_the_others_soon_after() -> None:
+    fabric = Fabric("w0", "w1", "s0").ready()
+    left = fabric.tell(Leave("s0"), "s0")
+    fabric.offer("w0#0")  # crossed it
+    fabric.silent = {"s0"}
+    left += fabric.wait(ENDING_S / 2)
+    for name in ("w0", "w1"):
+        left += fabric.tell(Leave(name), name)
+    fabric.silent = {"s0", "w0", "w1"}
+    left += fabric.wait(2 * ENDING_S)
+    assert not sent(JobFailed, left)
+    assert not [note for note in of(Note, left) if note.loud]
+
+
+def test_leader_and_replica_may_leave_first_too() -> None:
+    fabric = replicated()
+    left = fabric.tell(Leave("s0"), "s0")
+    assert sent(Promote, left, "r0")
+    for name in ("r0", "r1", "w0", "w1"):
+        left += fabric.tell(Leave(name), name)
+    fabric.silent = set(fabric.names)
+    left += fabric.wait(2 * ENDING_S)
+    assert not sent(JobFailed, left)
+    assert not notes("job-failed", left)
+
+
+def test_a_job_that_goes_on_without_its_leader_fails_a_moment_after_it_left() -> None:
+    fabric = Fabric("w0", "w1", "s0").ready()
+    fabric.silent = {"s0"}
+    assert not sent(JobFailed, fabric.tell(Leave("s0"), "s0"))
+    reason = sent(JobFailed, fabric.wait(ENDING_S + 0.1), "w0")[0].reason
+    assert reason == "server s0 of shard 0 was lost (it left) and had no replica"
+
+
+def test_a_scheduler_that_was_cut_off_does_not_count_on_old_heartbeats() -> None:
+    fabric = Fabric("w0", "w1", "s0").ready()
+    fabric.wait(1.0)
+    Fed.wait(fabric, 6.0)  # nothing comes
+    for sent_s in (1.25, 1.5, 1.75):
+        for name in fabric.names:
+            assert not fabric.tell(Heartbeat(sent_s), name), "kept by TCP while the cable was out"
+    fabric.now += 0.1
+    fabric.tell(Heartbeat(fabric.now), "w0")
+    fabric.now += 0.1
+    assert said(HeartbeatSeen, fabric.tell(Heartbeat(fabric.now), "w1"), "w1")
+
+
 def test_an_empty_replica_cannot_take_over() -> None:
     fabric = replicated()
     fabric(PeerLost("s0", "closed", True))
@@ -483,6 +532,49 @@ def test_a_pull_before_the_model_is_there_is_served_once_it_is() -> None:
     fabric.publish()
     assert not fabric.tell(PullWanted("p"), "w0")
     assert said(ServePull, fabric.tell(ShardReady(0, 0, False), "s0"), "s0").pull == "p"
+
+
+def test_a_newcomer_fetches_the_model_from_the_nearest_holder() -> None:
+    fabric = replicated()
+    fabric.join("w2", host="r0")
+    served = said(ServePull, fabric.tell(PullWanted("p0", first=True), "w2"), "r0")
+    assert (served.node, served.shard) == ("w2", 0)
+    fabric.tell(PullServed("p0", 0), "r0")
+    assert sent(ServePull, fabric.tell(PullWanted("p1"), "w2"), "s0"), "later ones are the leader's"
+    fabric.join("w3")
+    assert sent(ServePull, fabric.tell(PullWanted("p2", first=True), "w3"), "r0"), "s0 sends one already"
+
+
+def test_a_newcomer_fetches_from_the_leader_while_the_replica_is_far_behind_or_gone() -> None:
+    fabric = replicated()
+    fabric.join("w2", host="r0")
+    fabric.granted("w0#0", "w1#0")
+    fabric.tell(PullWanted("p0", first=True), "w2")
+    actions = fabric(PeerLost("r0", "closed", True))
+    assert said(ServePull, actions, "s0").pull == "p0"
+    fabric = replicated()
+    fabric.join("w2", host="r0")
+    fabric.granted("w1#0")
+    fabric.report("w0#0", version=1, held=0)
+    assert sent(ServePull, fabric.tell(PullWanted("p0", first=True), "w2"), "r0")
+    for number in range(1, 3):
+        fabric.report(f"w0#{number}", version=number + 1, held=0)
+    assert sent(ServePull, fabric.tell(PullWanted("p1", first=True), "w2"), "s0")
+
+
+def test_who_comes_when_training_is_over_gets_all_of_it() -> None:
+    fabric = replicated()
+    fabric.report("w0#0", version=1, held=0)
+    fabric.join("w2", host="r0")
+    assert sent(ServePull, fabric.tell(PullWanted("p0", first=True), "w2"), "s0")
+
+
+def test_nothing_is_planned_with_the_links_of_a_leader_that_is_gone() -> None:
+    fabric = Fabric("w0", "w1", "s0", "s1", "r0", "r1").ready(divergence=0.1, shards=2)
+    fabric.tell(PullWanted("p0"), "w0")
+    fabric(PeerLost("s0", "closed", True))
+    report = AppliedReport(1, 0, 2, ("w1#0",), 0.09, 0)
+    assert sent(Replicate, fabric.tell(report, "s1"), "s1")
 
 
 def test_a_checkpoint_is_bound_to_the_last_number_granted() -> None:

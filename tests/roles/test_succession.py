@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from mlfabric.events import DeadlinePassed, GroupRequested, PeerLost, SchedulerChanged
 from mlfabric.messages import (
     LEFT,
@@ -188,15 +190,28 @@ def test_a_lease_is_learned_from_the_gaps_between_heartbeats() -> None:
     leases = Leases()
     leases.begin("a", 0.0)
     for beat in range(8):
-        leases.heard("a", 0.25 * beat, beat=True)
+        leases.heard("a", 0.25 * beat, 0.25 * beat)
     assert leases.length_s("a") == FLOOR_S
-    leases.heard("a", 2.25, beat=True)  # half a second late
+    leases.heard("a", 2.25, 2.25)  # half a second late
     assert leases.length_s("a") == 1.5
-    leases.heard("a", 12.25, beat=True)
+    leases.heard("a", 12.25, 12.25)
     assert leases.length_s("a") == CEILING_S
     for beat in range(200):
-        leases.heard("a", 12.5 + 0.25 * beat, beat=True)
+        leases.heard("a", 12.5 + 0.25 * beat, 12.5 + 0.25 * beat)
     assert leases.length_s("a") == FLOOR_S
+
+
+def test_heartbeats_that_were_kept_by_a_cut_say_nothing_of_the_present() -> None:
+    leases = Leases()
+    leases.begin("a", 0.0)
+    for beat in range(8):
+        leases.heard("a", 100 + 0.25 * beat, 0.25 * beat)  # its clock is another
+    for beat in range(8, 12):
+        leases.heard("a", 100 + 0.25 * beat, 9.0)  # sent before the cable was plugged in again
+    assert not leases.alive("a", 9.0)
+    assert leases.silent_s("a", 9.0) == pytest.approx(9 - 0.25 * 11, abs=0.05)
+    leases.heard("a", 109.0, 9.01)
+    assert leases.alive("a", 9.01)
 
 
 def test_leases_of_many_members_are_longer() -> None:

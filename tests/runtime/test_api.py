@@ -11,6 +11,7 @@ import pytest
 
 import mlfabric as mf
 from mlfabric.api import Fabric
+from tests.runtime.engines import engine_of
 
 
 @pytest.fixture
@@ -94,11 +95,11 @@ def test_durable_returns_once_the_replica_holds_the_update(fabric: Fabric) -> No
     ticket = fabric.push({"w": np.ones((100, 10)), "b": np.ones(3)})
     ticket.result(20)
     ticket.durable(20)
-    leader = [member for member in fabric.workers if "server.0" in member._engine.node.roles]
-    replica = [member for member in fabric.workers if "replica.0" in member._engine.node.roles]
+    leader = [member for member in fabric.workers if "server.0" in engine_of(member).node.roles]
+    replica = [member for member in fabric.workers if "replica.0" in engine_of(member).node.roles]
     assert len(leader) == len(replica) == 1
     assert leader[0] is not replica[0]
-    held: Any = replica[0]._engine.node.data
+    held: Any = engine_of(replica[0]).node.data
     assert held.shards[0].weights.sum() == 1003
 
 

@@ -20,6 +20,7 @@ class Host:
     flows: list[FlowState] = field(default_factory=lambda: [FlowState(0, 0, 0, 0) for _ in range(7)])
     rates: HostRates = field(default_factory=HostRates)
     pressed: list[bool] = field(default_factory=list)
+    held_back: bool = False
 
     def send(self, seconds: float, rate: float, backlogged: int, jitter: bool = False) -> float:
         """Send at a rate with so many flows held back; when the scheduler would have been told."""
@@ -34,7 +35,7 @@ class Host:
                 flow.waiting_bytes = 2 * BACKLOG_BYTES if waits else 0
                 if waits:
                     flow.acked_bytes += int(rate * factor * TICK_S / backlogged)
-            self.pressed = self.rates.look(self.now, self.flows)
+            self.pressed = self.rates.look(self.now, self.flows, self.held_back)
             if self.rates.news(self.now) is not None and math.isnan(told):
                 told = self.now - began
         return told
@@ -54,6 +55,19 @@ def test_a_full_uplink_is_learned() -> None:
     host.send(0.5, FAST, backlogged=7)
     assert host.rates.up.rate == pytest.approx(FAST, rel=0.01)
     assert host.rates.down.rate is None
+
+
+def test_what_we_hold_back_ourselves_says_nothing_about_links() -> None:
+    host = Host(held_back=True)
+    host.send(1.0, SLOW, backlogged=7)
+    assert host.rates.up.rate is None
+    host.held_back = False
+    host.send(0.5, FAST, backlogged=7)
+    host.held_back = True
+    host.send(5.0, SLOW, backlogged=7)
+    assert host.rates.up.rate == pytest.approx(FAST, rel=0.01)
+    host.send(1.0, SLOW, backlogged=2)
+    assert not any(host.pressed)
 
 
 @pytest.mark.parametrize("factor", [0.25, 4.0])

@@ -18,6 +18,7 @@ import pytest
 import mlfabric as mf
 from mlfabric.api import Fabric
 from mlfabric.client import Outcome
+from tests.runtime.engines import engine_of
 
 WORKERS, STEPS = 3, 12
 
@@ -106,7 +107,7 @@ def test_the_ledger_holds_over_tcp_while_members_are_torn_away(seed: int) -> Non
         if divergence == 0:
             assert not lost
         for member in cluster.members.values():
-            for role in member._engine.node.roles.values():
+            for role in engine_of(member).node.roles.values():
                 role.validate()
 
 
@@ -135,10 +136,54 @@ def test_a_lost_scheduler_is_succeeded_and_nothing_fails() -> None:
         for thread in threads:
             thread.join(30)
             assert not thread.is_alive()
-        terms = {fabric._engine.node.roles["member"].statistics().term for fabric in (second, third)}  # type: ignore[attr-defined]
+        terms = {engine_of(fabric).node.roles["member"].statistics().term for fabric in (second, third)}  # type: ignore[attr-defined]
         assert terms == {1}
         with mf.join(third.address, job="j", name="w3") as late:  # any member knows who schedules
-            assert late._engine.node.scheduler == second._engine.node.scheduler
+            assert engine_of(late).node.scheduler == engine_of(second).node.scheduler
+
+
+def test_a_member_given_up_while_it_was_merely_busy_goes_on_with_its_collectives() -> None:
+    with (
+        mf.join("127.0.0.1:0", job="j", name="w0", scheduler=True, expected=2) as first,
+        mf.join(first.address, job="j", name="w1", expected=2) as second,
+    ):
+        _reduce_all(first, second)
+        departures = engine_of(second)._departures
+        engine_of(first).call(lambda: engine_of(first)._departures.give_up("w1", "silent for 3.0 s"))
+        _wait_for(lambda: departures.leaving)  # the other connections have ended
+        _wait_for(lambda: not departures.leaving)
+        _reduce_all(first, second)
+        _wait_for(lambda: not departures._doubted, 10.0)
+
+
+def _reduce_all(*members: Fabric) -> None:
+    arrays = [np.ones(1000, np.float32) for _ in members]
+    threads = [
+        threading.Thread(target=fabric.all_reduce, args=(array,), kwargs={"timeout": 20})
+        for fabric, array in zip(members, arrays, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for array in arrays:
+        assert (array == len(members)).all()
+
+
+def test_a_late_joiner_fetches_the_model_from_the_nearest_holder() -> None:
+    with (
+        mf.join("127.0.0.1:0", job="j", name="s0", host="far", roles=("server",), scheduler=True) as lead,
+        mf.join(lead.address, job="j", name="r0", host="near", roles=("replica",)),
+        mf.join(lead.address, job="j", name="w0", host="far", roles=("worker",), expected=3) as first,
+    ):
+        first.publish({"w": np.arange(10_000.0)}, apply=mf.Sum(), divergence=0.1)
+        with mf.join(lead.address, job="j", name="w1", host="near", roles=("worker",)) as late:
+            late.publish({"w": np.zeros(10_000)}, apply=mf.Sum())
+            assert late.pull().arrays["w"][-1] == 9_999
+            assert late.traffic.received["r0"] >= 10_000 * 4
+            assert isinstance(late.push({"w": np.ones(10_000)}).result(20), mf.Committed)
+            assert late.pull().arrays["w"][-1] == 10_000
+            assert late.traffic.received["s0"] >= 10_000 * 4
 
 
 def test_a_worker_may_come_back_under_its_name() -> None:
@@ -148,7 +193,7 @@ def test_a_worker_may_come_back_under_its_name() -> None:
         second.publish({"w": np.zeros(10)}, apply=mf.Sum())
         second.push({"w": np.ones(10)}).result(20)
         second._engine.stop(0.0)
-        _wait_for(lambda: first._engine.node.roles["scheduler"].statistics().members == 1)  # type: ignore[attr-defined]
+        _wait_for(lambda: engine_of(first).node.roles["scheduler"].statistics().members == 1)  # type: ignore[attr-defined]
         with mf.join(first.address, job="j", name="w1", roles=("worker",)) as again:
             again.publish({"w": np.zeros(10)}, apply=mf.Sum())
             ticket = again.push({"w": np.ones(10)})

@@ -25,16 +25,15 @@ def variables(rank: int, size: int, port: int) -> dict[str, str]:
     }
 
 
-def free_pair() -> int:
-    """A port whose successor is free: torchrun's store has the first."""
+def free_port() -> int:
     with socket.socket() as first:
         first.bind(("127.0.0.1", 0))
         port: int = first.getsockname()[1]
-    return port - 1
+    return port
 
 
 def test_ranks_find_each_other_by_torchruns_variables() -> None:
-    port = free_pair()
+    port = free_port()
     sums: dict[int, Any] = {}
 
     def rank(index: int) -> None:
@@ -60,7 +59,28 @@ def test_variables_give_names_job_and_who_embeds_the_scheduler() -> None:
     assert (first.name, first.job, first.expected) == ("rank0", "run7", 4)
     assert first.embed_scheduler
     assert not second.embed_scheduler
-    assert first.scheduler == second.scheduler == ("127.0.0.1", 29501)
+    assert first.scheduler == second.scheduler == ("127.0.0.1", 30348)
+
+
+def test_the_schedulers_port_is_never_torchruns_nor_one_that_kernels_give_away() -> None:
+    for port in range(1024, 65536, 61):
+        scheduler = from_environment(environment=variables(0, 1, port)).scheduler[1]
+        assert 20000 <= scheduler <= 32767
+        assert scheduler != port
+
+
+def test_hosts_with_a_torchrun_each_are_known_by_name_and_find_each_other_at_several_addresses() -> None:
+    env = {**variables(0, 1, 29500), "MLFABRIC_SCHEDULER": "127.0.0.1:7001,10.255.255.1:7001"}
+    first = from_environment(host="alpha", environment=env)
+    assert (first.name, first.job, first.expected) == ("alpha-0", "job", 0)
+    assert first.scheduler == ("127.0.0.1", 7001)
+    assert first.others == (("10.255.255.1", 7001),)
+    assert (first.listen, first.embeds_if_alone, first.restarted) == (("127.0.0.1", 7001), True, False)
+    second = from_environment(
+        environment={**env, "LOCAL_RANK": "1", "MLFABRIC_HOST": "alpha", "TORCHELASTIC_RESTART_COUNT": "2"}
+    )
+    assert (second.name, second.listen, second.embeds_if_alone) == ("alpha-1", None, False)
+    assert second.restarted
 
 
 def test_arguments_win_over_variables() -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import io
 import os
 import random
+import runpy
 import signal
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -26,7 +29,14 @@ import mlfabric.torch
 from tests.torch import cases
 
 
-def begin(rank: int, size: int, folder: str, backend: str = "mlfabric", timeout_s: float = 60.0) -> None:
+def begin(
+    rank: int,
+    size: int,
+    folder: str,
+    backend: str = "mlfabric",
+    timeout_s: float = 60.0,
+    engine: str | None = None,
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         backend,
@@ -34,12 +44,15 @@ def begin(rank: int, size: int, folder: str, backend: str = "mlfabric", timeout_
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=timeout_s),
+        pg_options=mlfabric.torch.Options(engine=engine) if engine else None,
     )
 
 
-def agree_with_gloo(rank: int, size: int, folder: str, seed: int, count: int) -> Any:
+def agree_with_gloo(
+    rank: int, size: int, folder: str, seed: int, count: int, engine: str | None = None
+) -> Any:
     """Random calls in the world and in a group of some of its ranks, on both backends."""
-    begin(rank, size, folder)
+    begin(rank, size, folder, engine=engine)
     draw = random.Random(f"groups {seed}")
     some = sorted(draw.sample(range(size), draw.randint(1, size)))
     ranks = [list(range(size)), some]
@@ -292,9 +305,9 @@ def die_when_all_are_there(rank: int, size: int, folder: str) -> None:
     store.set(str(rank), "x")
 
 
-def killed(rank: int, size: int, folder: str) -> Any:
+def killed(rank: int, size: int, folder: str, engine: str | None = None) -> Any:
     """Rank 1 dies; the others hear of it at once."""
-    begin(rank, size, folder, timeout_s=60.0)
+    begin(rank, size, folder, timeout_s=60.0, engine=engine)
     die_when_all_are_there(rank, size, folder)
     began = time.monotonic()
     answer = said(dist.all_reduce, torch.ones(200_000))
@@ -523,3 +536,20 @@ def built_upon(rank: int, size: int, folder: str) -> Any:
     answers["many"] = all(work.wait() for work in works)
     dist.destroy_process_group()
     return answers
+
+
+def example(rank: int, size: int, folder: str, port: int, script: str, arguments: list[str]) -> str:
+    """A script as torchrun would start it; what it prints."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="example",
+    )
+    sys.argv = [script, *arguments]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        runpy.run_path(script, run_name="__main__")
+    return said.getvalue()

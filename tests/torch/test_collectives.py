@@ -14,6 +14,12 @@ def test_random_calls_agree_with_gloo(worlds: Worlds, size: int, count: int) -> 
     assert worlds.check("agree_with_gloo", size, seed=size, count=count) == ["done"] * size
 
 
+@pytest.mark.parametrize(("size", "count"), [(1, 40), (3, 120)])
+def test_an_engine_in_a_process_of_its_own_gives_the_same(worlds: Worlds, size: int, count: int) -> None:
+    said = worlds.check("agree_with_gloo", size, seed=20 + size, count=count, engine="process")
+    assert said == ["done"] * size
+
+
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])

@@ -91,8 +91,9 @@ def test_a_limit_given_to_wait_leaves_the_call_running(worlds: Worlds) -> None:
     assert flags == [False, True, True, True, True]
 
 
-def test_a_killed_rank_is_an_error_at_once(worlds: Worlds) -> None:
-    answers = worlds.run("killed", 3)
+@pytest.mark.parametrize("engine", ["thread", "process"])
+def test_a_killed_rank_is_an_error_at_once(worlds: Worlds, engine: str) -> None:
+    answers = worlds.run("killed", 3, engine=engine)
     assert failed(answers[1])
     for rank in (0, 2):
         said, took = answers[rank]

@@ -245,3 +245,23 @@ def test_made_traffic_is_the_same_for_equal_seeds() -> None:
         assert first.time_ns.tolist() == second.time_ns.tolist()
     with pytest.raises(FabricError, match="at least 2 hosts"):
         made("ring", hosts=1)
+
+
+def test_trickle_between_bursts_does_not_hide_them() -> None:
+    """Heartbeats fill every pause: the jobs fare as without them."""
+    # 100 Mb/s for 240 ms of each second
+    bursts = [(k * 1_000_000_000 + i * 120_000, 1500) for k in range(6) for i in range(2000)]
+    trickle = [(i * 3_000_000 + 7, 60) for i in range(2000)]
+    shared = link(100e6, 256_000, 12_800)
+    stretches = []
+    for arrivals in (bursts, sorted(bursts + trickle)):
+        times, sizes = zip(*arrivals, strict=True)
+        cycle = make_cycle(Trace.from_arrays(times, sizes))
+        for shift in (0, cycle.period_ns // 2):
+            plans = schedules([cycle] * 2, [0, shift])
+            assert plans[0].bytes.sum() == pytest.approx(cycle.total_bytes)
+            stretches.append(simulate(plans, shared, "none", 1e-3).round_stretch)
+    together, apart, together_trickling, apart_trickling = stretches
+    assert together > 1.2
+    assert together_trickling == pytest.approx(together, abs=0.03)
+    assert apart_trickling == pytest.approx(apart, abs=0.03)

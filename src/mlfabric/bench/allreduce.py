@@ -7,82 +7,31 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-import msgspec
 import typer
 from rich.table import Table
 
+from mlfabric.bench.hosts import (
+    DEFAULT_SIZES,
+    LabWish,
+    make_wish,
+    median,
+    read_assignment,
+    read_size,
+    run_in_lab,
+    shown,
+    spread,
+)
 from mlfabric.bench.rank import Bench, ContenderTimes, OperationTimes, RankOrder, Report
 from mlfabric.commands.output import console, print_json
 from mlfabric.errors import FabricError
-from mlfabric.plan.allreduce import lower_bound, rack_time
-from mlfabric.scenario import Scenario, parse
-from mlfabric.units import (
-    FRAME_L2_BYTES,
-    FRAME_PAYLOAD_BYTES,
-    format_size,
-    format_time,
-    parse_rate,
-    parse_size,
-)
+from mlfabric.units import format_size, format_time
 
-DEFAULT_SIZES = ("8B", "1KiB", "64KiB", "1MB", "16MB")
-UNSHAPED = "unshaped"
-# No real limit: it is never reached, and never verified.
-UNSHAPED_RATE = "100gbit"
-
-
-@dataclass(frozen=True, slots=True)
-class LabWish:
-    """The hosts of a lab, as the options describe them."""
-
-    hosts: int
-    rate: str
-    slow: dict[int, str]
-    racks: int = 0
-    uplink: str = ""
-    interleaved: bool = False
-
-    @property
-    def unshaped(self) -> bool:
-        return self.rate == UNSHAPED
-
-    def scenario(self) -> Scenario:
-        rate = UNSHAPED_RATE if self.unshaped else self.rate
-        lines = [f'name = "bench"\nnetwork = {{ rate = "{rate}" }}']
-        for rack in range(self.racks):
-            lines.append(f'[[racks]]\nname = "rack{rack}"\nrate = "{self.uplink}"')
-        for index in range(self.hosts):
-            own = f'\nrate = "{self.slow[index]}"' if index in self.slow else ""
-            rack_line = f'\nrack = "rack{self.rack_of(index)}"' if self.racks else ""
-            lines.append(f'[[hosts]]\nname = "h{index}"{own}{rack_line}')
-        return parse("\n".join(lines))
-
-    def rack_of(self, index: int) -> int:
-        return index % self.racks if self.interleaved else index * self.racks // self.hosts
-
-    def bound_s(self, size_bytes: int) -> float | None:
-        """The least time over these links, in wire bytes."""
-        if self.unshaped:
-            return None
-        wire_bytes = size_bytes * FRAME_L2_BYTES / FRAME_PAYLOAD_BYTES
-        rates = [parse_rate(self.slow.get(index, self.rate)) / 8 for index in range(self.hosts)]
-        bound = lower_bound(rates, rates, wire_bytes)
-        if self.racks > 1:
-            inside = [
-                [rate for index, rate in enumerate(rates) if self.rack_of(index) == rack]
-                for rack in range(self.racks)
-            ]
-            bound = max(bound, rack_time(inside, [parse_rate(self.uplink) / 8] * self.racks, wire_bytes))
-        return bound
+RANK_MODULE = "mlfabric.bench.rank"
 
 
 def command(
@@ -110,7 +59,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Time all-reduces between all ranks, contenders in turns: median and spread, bound, processor time."""
-    sizes = [_size(written) for written in (size or DEFAULT_SIZES)]
+    sizes = [read_size(written) for written in (size or DEFAULT_SIZES)]
     contenders = ["mlfabric", *(against or [])]
     if turns < 1 or in_a_row < 1 or idle < 0:
         raise FabricError("--turns and --in-a-row are at least 1, --idle at least 0")
@@ -120,9 +69,9 @@ def command(
             raise FabricError("--change needs --lab: only a lab's links can be changed")
         _under_torchrun(order, as_json)
         return
-    wish = _wish(lab, rate, slow or [], racks, uplink, interleaved)
+    wish = make_wish(lab, rate, slow or [], racks, uplink, interleaved)
     if change is not None:
-        _show_change(_run_change(wish, sizes[0], *_assignment(change, lab)), as_json)
+        _show_change(_run_change(wish, sizes[0], *read_assignment(change, lab)), as_json)
         return
     report = _run_lab(wish, order)
     rows = [summarise(times, report.ranks, wish.bound_s(times.size_bytes)) for times in report.times]
@@ -131,90 +80,27 @@ def command(
 
 def summarise(times: ContenderTimes, ranks: int, bound_s: float | None) -> dict[str, Any]:
     """One line of the result; times in seconds."""
-    ordered = sorted(times.in_a_row)
-
-    def at(share: float) -> float:
-        return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
-
-    def median(values: list[float]) -> float | None:
-        return statistics.median(values) if values else None
-
+    typical = spread(times.in_a_row)
     return {
         "contender": times.contender,
         "hosts": ranks,
         "size_bytes": times.size_bytes,
-        "median_s": statistics.median(ordered),
-        "p10_s": at(0.1),
-        "p90_s": at(0.9),
+        **typical,
         "after_idle_s": median(times.after_idle),
         "after_idle_tuned_s": median(times.after_idle_tuned),
         "bound_s": bound_s,
         "cpu_s_per_gb": times.cpu_s_per_gb,
         "errors": times.errors,
-        "algorithm_bytes_per_s": times.size_bytes / statistics.median(ordered),
-        "bus_bytes_per_s": 2 * (ranks - 1) / ranks * times.size_bytes / statistics.median(ordered),
+        "algorithm_bytes_per_s": times.size_bytes / typical["median_s"],
+        "bus_bytes_per_s": 2 * (ranks - 1) / ranks * times.size_bytes / typical["median_s"],
     }
-
-
-def _size(written: str) -> int:
-    try:
-        value = parse_size(written)
-    except ValueError as error:
-        raise FabricError(str(error)) from None
-    if not 4 <= value <= 4 * 10**9:
-        raise FabricError(f"{written!r} is not between 4 bytes and 4 GB")
-    return value
-
-
-def _assignment(written: str, hosts: int) -> tuple[int, str]:
-    index, _, rate = written.partition("=")
-    try:
-        parse_rate(rate)
-        number = int(index)
-    except ValueError:
-        raise FabricError(
-            f"{written!r} is not like 3=50mbit: a host's number, from 0, and its rate"
-        ) from None
-    if not 0 <= number < hosts:
-        raise FabricError(f"{written!r} names host {number}; the lab has hosts 0 to {hosts - 1}")
-    return number, rate
-
-
-def _wish(hosts: int, rate: str, slow: Sequence[str], racks: int, uplink: str, interleaved: bool) -> LabWish:
-    if not 2 <= hosts <= 64:
-        raise FabricError(f"a lab for this has 2 to 64 hosts, not {hosts}")
-    if racks and not 2 <= racks <= hosts:
-        raise FabricError(f"{racks} racks for {hosts} hosts; give 2 to {hosts}")
-    for written in (uplink, *([] if rate == UNSHAPED else [rate])):
-        try:
-            parse_rate(written)
-        except ValueError as error:
-            raise FabricError(str(error)) from None
-    return LabWish(hosts, rate, dict(_assignment(one, hosts) for one in slow), racks, uplink, interleaved)
 
 
 def _run_lab(wish: LabWish, order: RankOrder) -> Report:
     from mlfabric.lab import Lab
 
     with Lab(wish.scenario(), verify=not wish.unshaped) as lab:
-        return _in_lab(lab, order)[0]
-
-
-def _in_lab(
-    lab: Any, order: RankOrder, on_line: Callable[[int, str, str], None] | None = None
-) -> list[Report]:
-    """The reports of all ranks."""
-    from mlfabric.lab import RunOptions
-
-    with tempfile.TemporaryDirectory(prefix="mlfabric-bench-") as folder:
-        argv = [sys.executable, "-m", "mlfabric.bench.rank", msgspec.json.encode(order).decode()]
-        result = lab.run(argv, RunOptions(folder=Path(folder) / "run", timeout_s=3600, on_line=on_line))
-        said = [Path(rank.log).read_text(errors="replace").splitlines() for rank in result.ranks]
-        reports = [next((line for line in lines if line.startswith("{")), None) for lines in said]
-        if not result.ok or None in reports:
-            failed = next(lines for lines, report in zip(said, reports, strict=True) if report is None)
-            raise FabricError(f"the ranks failed: {failed[-1] if failed else 'they said nothing'}")
-        return [msgspec.json.decode(report or "", type=Report) for report in reports]
+        return run_in_lab(lab, RANK_MODULE, order, Report)[0]
 
 
 # --- links that change ------------------------------------------------------------------------------------
@@ -235,9 +121,7 @@ class ChangeResult:
 def _run_change(wish: LabWish, size: int, host: int, rate: str) -> ChangeResult:
     from mlfabric.lab import Lab
 
-    after = LabWish(
-        wish.hosts, wish.rate, {**wish.slow, host: rate}, wish.racks, wish.uplink, wish.interleaved
-    )
+    after = replace(wish, slow={**wish.slow, host: rate})
     before_s, after_s = wish.bound_s(size), after.bound_s(size)
     if before_s is None or after_s is None:
         raise FabricError("--change needs shaped links: give a --rate")
@@ -255,7 +139,7 @@ def _run_change(wish: LabWish, size: int, host: int, rate: str) -> ChangeResult:
 
         thread = threading.Thread(target=change, daemon=True)
         thread.start()
-        reports = _in_lab(lab, order, lambda rank, where, line: begun.set())
+        reports = run_in_lab(lab, RANK_MODULE, order, Report, lambda rank, where, line: begun.set())
         thread.join(10)
     runs = [report.run for report in reports if report.run is not None]
     return _judge(size, before_s, after_s, moment[0], runs, host)
@@ -322,9 +206,6 @@ def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
         table.add_column(name, justify="left" if name == "contender" else "right", no_wrap=True)
     for name in ("bus MB/s", "cpu s/GB", "errors"):
         table.add_column(name, justify="right")
-
-    def shown(value: float | None) -> str:
-        return format_time(value) if value is not None else "-"
 
     for row in rows:
         bound = row["bound_s"]

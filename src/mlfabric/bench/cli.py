@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from mlfabric.bench import allreduce, plan
+from mlfabric.bench import allreduce, kills, plan, transfer
 from mlfabric.bench.capture import bench_capture
+from mlfabric.bench.train.command import command as train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -14,5 +15,9 @@ app = typer.Typer(
     help="Measure this package's parts, beside their peers where there are any.",
 )
 app.command("allreduce")(allreduce.command)
+app.command("kills")(kills.command)
+app.command("push")(transfer.push)
+app.command("pull")(transfer.pull)
 app.command("plan")(plan.command)
+app.command("train")(train)
 app.command("capture")(bench_capture)

@@ -139,7 +139,7 @@ class Bench:
             times.ended_s.append(time.monotonic())
             going[0] = time.monotonic() < ends
             self._fabric.all_reduce(going, combine="min")
-        times.noticed_s = self._fabric._engine.mesh.rates.noticed
+        times.noticed_s = self._fabric._engine.noticed_s
         return times
 
 

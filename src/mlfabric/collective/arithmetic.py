@@ -1,4 +1,4 @@
-"""How arrays are combined, given as bytes: by NumPy, for its number types.
+"""How arrays are combined, given as bytes: by NumPy, for its number types and bfloat16.
 
 The PyTorch part registers its own for types NumPy lacks (bfloat16) or is slow at (float16).
 """
@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from mlfabric.collective.exchange import Combine
+from mlfabric.collective.halves import combine_bfloat16
 from mlfabric.errors import FabricError
 
 _UFUNCS: Final[Mapping[str, Callable[..., Any]]] = {
@@ -22,6 +23,40 @@ _UFUNCS: Final[Mapping[str, Callable[..., Any]]] = {
     "bor": np.bitwise_or,
     "bxor": np.bitwise_xor,
 }
+
+# Who combines a type in the place of NumPy.
+Combiner = Callable[[str, int], Combine]  # (reduction, ranks in the group)
+_registered: dict[str, Combiner] = {}
+
+
+def register_combiner(dtype: str, combiner: Combiner) -> None:
+    _registered[dtype] = combiner
+
+
+def combine_for(combine: str, dtype: str, size: int) -> Combine:
+    """The function that reduces parts of this type; FabricError if there is none."""
+    if dtype in _registered:
+        return _registered[dtype](combine, size)
+    if dtype == "bfloat16":
+        return _bfloat16(combine, size)
+    try:
+        kind = np.dtype(dtype)
+    except TypeError:
+        kind = np.dtype(object)
+    if kind.kind not in "biufc":
+        raise FabricError(f"{combine} of {dtype} is not supported")
+    return numpy_combine(combine, dtype, size)
+
+
+def _bfloat16(combine: str, size: int) -> Combine:
+    ufunc = _UFUNCS.get("sum" if combine == "avg" else combine)
+    if ufunc is None or combine in ("band", "bor", "bxor"):
+        raise FabricError(f"{combine} works on whole numbers, not on bfloat16")
+
+    def run(parts: list[memoryview], own: int, out: memoryview, last: bool) -> None:
+        combine_bfloat16(ufunc, parts, out, size if combine == "avg" and last else 1)
+
+    return run
 
 
 def numpy_combine(combine: str, dtype: str, size: int) -> Combine:

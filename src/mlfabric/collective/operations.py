@@ -27,8 +27,8 @@ WHOLE_BYTES = 2048
 # Up to this size equal shares leave with the announcement: what a plan could gain is less than a round trip.
 EAGER_BYTES = 256 * 1024
 # A large array is reduced in rounds, so that a change of plan is not late by a whole operation. They overlap.
-ROUND_BYTES = 4 * 2**20
-ROUND_BYTES_PER_RANK = 512 * 1024
+ROUND_BYTES = 2 * 2**20
+ROUND_BYTES_PER_RANK = 256 * 1024
 # Parts on their way to one rank, unanswered; and to all ranks together.
 WINDOW_BYTES = 512 * 1024
 FLIGHT_BYTES = 4 * 2**20
@@ -49,6 +49,13 @@ class Operation:
     rounds: tuple[Operation, ...] = ()  # done one after the other instead, each by the newest plan
     # Where memory can be had only when all sizes are known: the announcements by rank, ours included.
     prepare: Callable[[Mapping[int, Announcement]], tuple[Buffers, list[Segment]]] | None = None
+
+    @property
+    def moved_bytes(self) -> int:
+        """How large it is, in bytes of this rank's memory."""
+        if self.rounds:
+            return sum(each.moved_bytes for each in self.rounds)
+        return self.size_bytes or sum(len(view) for view in self.buffers.sources.values()) or 1
 
 
 def window_for(size: int, chunk_bytes: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Protocol
 
 from mlfabric.collective.exchange import Pending
 from mlfabric.collective.frames import FrameHeader, FrameKind, decode_announcement, pack_header
@@ -32,9 +33,16 @@ class OutFrame:
     pending: Pending | MessageChunk | None = None
 
 
+class CallListener(Protocol):
+    """Hears of every large operation, by its bytes, and of its end."""
+
+    def posted(self, size_bytes: int, done: Done) -> Done: ...
+
+
 class Switchboard:
     def __init__(self, node: str) -> None:
         self.node = node
+        self.listener: CallListener | None = None
         self.groups: dict[int, Group] = {}
         self._urgent: dict[str, deque[bytes]] = {}
         self._order: list[tuple[Group, Running]] = []  # as their chunks take their turn
@@ -93,6 +101,8 @@ class Switchboard:
             self._order = [entry for entry in self._order if entry[0] is not group]
 
     def post(self, group: Group, operation: Operation, done: Done) -> int:
+        if self.listener is not None and not operation.eager:
+            done = self.listener.posted(operation.moved_bytes, done)
         sequence = group.post(operation, done)
         self._follow(group)
         return sequence

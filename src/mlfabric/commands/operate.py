@@ -10,17 +10,25 @@ import typer
 from rich.table import Table
 
 from mlfabric.commands.output import console, print_json
-from mlfabric.config import Settings, from_environment
+from mlfabric.config import Settings, from_environment, read_limit
 from mlfabric.doctor import Facts, examine
 from mlfabric.errors import ConnectError, FabricError
-from mlfabric.messages import DrainAnswered, DrainWanted, StatusReport, StatusWanted
+from mlfabric.messages import (
+    DrainAnswered,
+    DrainWanted,
+    LimitAnswered,
+    LimitWanted,
+    StatusReport,
+    StatusWanted,
+)
 from mlfabric.runtime.host import gather
 from mlfabric.runtime.probe import ask_scheduler
 from mlfabric.runtime.tls import Tls
-from mlfabric.units import format_rate
+from mlfabric.units import format_rate, wire_rate
 
 status_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 drain_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+limit_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 doctor_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 ASK_AGAIN_S = 0.2
@@ -83,6 +91,35 @@ def drain(
         console().print(f"{', '.join(answer.nodes)} left")
 
 
+@limit_app.command()
+def limit(
+    target: Annotated[str, typer.Argument(help="a job, or a host; job:NAME or host:NAME where both exist")],
+    rate: Annotated[str, typer.Argument(help="the most it may send, for example 100mbit; none: no limit")],
+    at: _Address = None,
+    job: _Job = None,
+    wait: _Wait = 5.0,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Limit what a host may send, or what a job may send from each host; in force at once."""
+    limit_bytes_per_s = read_limit(rate)
+    kind, _, name = target.rpartition(":")
+    if kind not in ("", "job", "host"):
+        raise FabricError(f"{target!r} names no job or host; write NAME, job:NAME or host:NAME")
+    answer = _ask(_settings(at, job), LimitWanted(name, limit_bytes_per_s, kind), wait)
+    if not isinstance(answer, LimitAnswered):
+        raise ConnectError("the scheduler answered something else than was asked")
+    if answer.error:
+        raise FabricError(answer.error)
+    if as_json:
+        print_json({"kind": answer.kind, "target": name, "max_bytes_per_s": limit_bytes_per_s})
+        return
+    where = f"host {name}" if answer.kind == "host" else f"job {name}, from each host,"
+    most = (
+        "as much as its links carry" if limit_bytes_per_s is None else f"at most {_wire(limit_bytes_per_s)}"
+    )
+    console().print(f"{where} sends {most}")
+
+
 @doctor_app.command()
 def doctor(
     at: _Address = None,
@@ -123,7 +160,7 @@ def _settings(at: str | None, job: str | None) -> Settings:
     return from_environment(at, job=job, name="operator", embed_scheduler=False)
 
 
-def _ask(settings: Settings, question: StatusWanted | DrainWanted, wait_s: float) -> object:
+def _ask(settings: Settings, question: StatusWanted | DrainWanted | LimitWanted, wait_s: float) -> object:
     tls = Tls(settings.tls) if settings.tls is not None else None
     return ask_scheduler(settings.scheduler, settings.secret, question, wait_s, settings.job, tls)
 
@@ -135,11 +172,18 @@ def _status(settings: Settings, wait_s: float) -> StatusReport:
     return report
 
 
+def _wire(payload_bytes_per_s: float) -> str:
+    """A limit as it was given: in bits on the wire."""
+    return format_rate(wire_rate(payload_bytes_per_s))
+
+
 def _print(report: StatusReport) -> None:
     screen = console()
     waiting = ", which waits to hear from its members" if report.undecided else ""
     screen.print(f"scheduler {report.scheduler}, term {report.term}{waiting}")
-    members = Table("member", "host", "job", "uses", "leads", "follows", "up", "down", "lease", "silent", "")
+    members = Table(
+        "member", "host", "job", "uses", "leads", "follows", "up", "down", "limit", "lease", "silent", ""
+    )
     for m in report.members:
         members.add_row(
             m.node,
@@ -150,6 +194,7 @@ def _print(report: StatusReport) -> None:
             " ".join(map(str, m.follows)),
             format_rate(m.up_bytes_per_s * 8),
             format_rate(m.down_bytes_per_s * 8),
+            "" if m.limit_bytes_per_s is None else _wire(m.limit_bytes_per_s),
             f"{m.lease_s:.1f} s",
             f"{m.silent_s:.1f} s",
             "draining" if m.draining else "",
@@ -161,6 +206,7 @@ def _print(report: StatusReport) -> None:
             f"job {each.name}: {state}, {each.members} members, {each.applied} updates applied "
             f"({each.applied_per_s:.1f} per s), {each.dropped} dropped, {each.waiting} waiting, "
             f"{each.granted} on their way"
+            + (f", limit {_wire(each.max_rate_bytes_per_s)}" if each.max_rate_bytes_per_s else "")
         )
         if not each.shards:
             continue

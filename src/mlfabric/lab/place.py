@@ -11,9 +11,13 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
 from mlfabric.errors import FabricError
 from mlfabric.scenario import Scenario, load
+
+BEGAN: Final = "began"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,8 @@ class Place:
 
     scenario: Scenario | None
     host: str | None
+    folder: Path | None = None  # of the run
+    rank: int = 0
 
     def straggler_delay_s(self, step: int) -> float:
         """Seconds that this host's step is delayed by, drawn from the scenario's seed."""
@@ -40,6 +46,32 @@ class Place:
         time.sleep(delay_s)
         return delay_s
 
+    def begin_together(self, timeout_s: float = 600.0) -> float:
+        """Wait until all ranks are here; when the scenario began, by this machine's monotonic clock.
+
+        For runs whose options say `together`. Outside a lab: now.
+        """
+        if self.folder is None:
+            return time.monotonic()
+        (self.folder / f"ready-{self.rank}").touch()
+        told, give_up = self.folder / BEGAN, time.monotonic() + timeout_s
+        while not told.exists():
+            if time.monotonic() > give_up:
+                raise FabricError(f"the scenario has not begun after {timeout_s:g} s")
+            time.sleep(0.005)
+        return float(told.read_text())
+
+
+def is_ready(folder: Path, rank: int) -> bool:
+    return (folder / f"ready-{rank}").exists()
+
+
+def tell_beginning(folder: Path, at: float) -> None:
+    """Let the ranks of a run go."""
+    draft = folder / f"{BEGAN}.new"
+    draft.write_text(repr(at))
+    draft.replace(folder / BEGAN)
+
 
 def inside(environment: Mapping[str, str] | None = None) -> Place:
     """Where this process is, by the variables that the lab sets."""
@@ -47,4 +79,5 @@ def inside(environment: Mapping[str, str] | None = None) -> Place:
     path, host = values.get("MLFABRIC_SCENARIO"), values.get("MLFABRIC_HOST")
     if not path or not host:
         return Place(None, None)
-    return Place(load(path), host)
+    folder = values.get("MLFABRIC_RUN_FOLDER")
+    return Place(load(path), host, Path(folder) if folder else None, int(values.get("RANK", "0")))

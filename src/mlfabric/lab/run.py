@@ -25,12 +25,14 @@ from mlfabric.errors import FabricError
 from mlfabric.lab import kernel
 from mlfabric.lab.capture import Captured, Captures
 from mlfabric.lab.manifest import versions
+from mlfabric.lab.place import is_ready, tell_beginning
 from mlfabric.lab.session import Lab
 from mlfabric.lab.watch import LinkSampler, LogTail
 from mlfabric.scenario import Scenario, dump
 
 _POLL_S: Final = 0.02
 _ENTER_S: Final = 60.0
+_READY_S: Final = 300.0
 BUSY: Final = 0.95  # of the processors' time; above it, figures tell more of the machine than of the network
 
 
@@ -54,6 +56,10 @@ class RunOptions:
     grace_s: float = 5.0  # for ranks to end by themselves when one has failed, or when asked to
     sample_s: float = 1.0  # between readings of the link counters
     master_port: int = 29500
+    # The scenario begins when every rank has called inside().begin_together(), not when they are started.
+    together: bool = False
+    # Asked with the seconds since the beginning; once it says so the ranks are ended, which is no failure.
+    until: Callable[[float], bool] | None = None
     environment: Mapping[str, str] | None = None  # default: this process's
     on_line: Callable[[int, str, str], None] | None = None  # rank, host, line of its log
     on_progress: Callable[[Progress], None] | None = None
@@ -222,8 +228,11 @@ class _Run:
         for rank in self.ranks:
             self._start_rank(rank)
         self._wait_until_on_hosts(self.ranks)
+        if self.options.together:
+            self._wait_until_ready()
         self.began, self._began_wall = time.monotonic(), time.time()
         self.lab.play()
+        tell_beginning(self.folder, time.monotonic())
 
     def go_on(self) -> None:
         while self._unfinished():
@@ -236,6 +245,9 @@ class _Run:
             for tail in self._tails.values():
                 tail.read()
             self._stop_if_late()
+            if self.options.until is not None and self.options.until(time.monotonic() - self.began):
+                self._end_ranks()
+                return
             time.sleep(_POLL_S)
 
     def finish(self) -> RunResult:
@@ -293,6 +305,21 @@ class _Run:
                         f"rank {rank.rank} does not get onto {rank.host}; its log is {rank.log}"
                     )
                 time.sleep(0.002)
+
+    def _wait_until_ready(self) -> None:
+        """All ranks have set up what they need, or one has failed at it."""
+        give_up = time.monotonic() + (self.options.timeout_s or _READY_S)
+        while not all(is_ready(self.folder, rank.rank) for rank in self.ranks):
+            for rank in self.ranks:
+                if rank.reap():
+                    raise FabricError(
+                        f"rank {rank.rank} on {rank.host} ended with {_ending(rank.exit_code or 0)} "
+                        f"before it was ready; its log is {rank.log}"
+                    )
+            if time.monotonic() > give_up:
+                late = [str(rank.rank) for rank in self.ranks if not is_ready(self.folder, rank.rank)]
+                raise FabricError(f"these ranks do not get ready: {', '.join(late)}")
+            time.sleep(_POLL_S)
 
     def _unfinished(self) -> bool:
         if any(rank.running for rank in self.ranks):

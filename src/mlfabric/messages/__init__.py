@@ -26,12 +26,15 @@ from mlfabric.messages.groups import (
 from mlfabric.messages.membership import (
     LEFT,
     DrainBegun,
+    FlowRate,
+    FlowsSeen,
     Heartbeat,
     HeartbeatSeen,
     Join,
     JoinAccepted,
     JoinRefused,
     Leave,
+    LimitRate,
     MemberInfo,
     Members,
     NodeLost,
@@ -63,6 +66,8 @@ from mlfabric.messages.operating import (
     DrainAnswered,
     DrainWanted,
     JobStatus,
+    LimitAnswered,
+    LimitWanted,
     MemberStatus,
     ShardStatus,
     StatusReport,
@@ -114,6 +119,7 @@ from mlfabric.messages.words import (
     RulePiece,
     RuleSpec,
     ShardRange,
+    StepSettings,
     Version,
     count_at,
     split_update_id,
@@ -123,6 +129,10 @@ from mlfabric.messages.words import (
 ControlMessage = (
     Join | JoinAccepted | JoinRefused | Members | Leave | Heartbeat | HeartbeatSeen | NodeLost
     | RatesLearned
+    | FlowsSeen
+    | LimitRate
+    | LimitWanted
+    | LimitAnswered
     | VoteWanted | VoteGiven | NewTerm | Register | Reported | Rejoin | StepDown
     | DrainBegun | YieldLead | LeadYielded | StatusWanted | StatusReport | DrainWanted | DrainAnswered
     | JobKnown | ShardReport | ReplicaReport
@@ -141,7 +151,7 @@ ControlMessage = (
 # What only the scheduler says. A node takes it from the scheduler it follows and from nobody else.
 ORDERS: Final = (
     JoinAccepted, JoinRefused, Members, HeartbeatSeen, NodeLost, Rejoin, StepDown,
-    DrainBegun, YieldLead,
+    DrainBegun, YieldLead, LimitRate,
     PublishFirst, PublishRefused, JobReady, LeadShard, FollowShard, ReplicaAssigned, Promote, LeaderChanged,
     JobFailed, Grant, JudgeUpdate, DropUpdate, OfferAgain, Sequence, GatherGroup, LeaveOut, WithdrawSlot,
     SettleSlot, Replicate, ServePull, PullFailed, GroupFormed, GroupPending, GroupFailed, SharesPlanned,
@@ -158,6 +168,8 @@ __all__ = [
     "DrainWanted",
     "DropUpdate",
     "DurableWanted",
+    "FlowRate",
+    "FlowsSeen",
     "FollowShard",
     "GatherGroup",
     "Grant",
@@ -186,6 +198,9 @@ __all__ = [
     "LeaveOut",
     "LeftOut",
     "MEMBER_ROLES",
+    "LimitAnswered",
+    "LimitRate",
+    "LimitWanted",
     "MemberInfo",
     "MemberStatus",
     "MemberUpdate",
@@ -218,6 +233,7 @@ __all__ = [
     "Reported",
     "RulePiece",
     "RuleSpec",
+    "StepSettings",
     "SCHEDULER",
     "Sequence",
     "ServePull",

@@ -17,6 +17,8 @@ class MemberInfo(msgspec.Struct, frozen=True):
     job: str = "job"
     rack: str | None = None
     rates_guessed: bool = False  # nobody said how fast its links are
+    max_rate_bytes_per_s: float | None = None  # its host may send no more
+    job_max_rate_bytes_per_s: float | None = None  # nor its job from any one host
 
 
 class Join(Message, frozen=True):
@@ -65,6 +67,26 @@ class RatesLearned(Message, frozen=True):
 
     up_bytes_per_s: float | None  # None: nothing was learned of it
     down_bytes_per_s: float | None
+
+
+class LimitRate(Message, frozen=True):
+    """To a member: send no more than this; None: there is no limit. Part of what its host and its job may."""
+
+    bytes_per_s: float | None
+    host_bytes_per_s: float | None
+    job_bytes_per_s: float | None
+
+
+class FlowRate(msgspec.Struct, frozen=True, array_like=True):
+    node: str  # it goes to
+    bytes_per_s: float | None  # payload; zero: it has ended; None: it has just begun
+    limited: bool  # by the network
+
+
+class FlowsSeen(Message, frozen=True):
+    """How fast the sender's bulk transfers go, for the scheduler to find out which links hold them back."""
+
+    flows: tuple[FlowRate, ...]
 
 
 # Why a node is gone that said good-bye; its connections end by themselves, after what they still carry.

@@ -24,6 +24,7 @@ class MemberStatus(msgspec.Struct, frozen=True):
     lease_s: float
     silent_s: float
     draining: str  # why, while it is
+    limit_bytes_per_s: float | None = None  # what it may send, of its host's and its job's limits
 
 
 class ShardStatus(msgspec.Struct, frozen=True):
@@ -47,6 +48,20 @@ class JobStatus(msgspec.Struct, frozen=True):
     applied: int  # in all
     dropped: int
     applied_per_s: float  # over the last ten seconds
+    max_rate_bytes_per_s: float | None = None  # that it may send from any one host
+
+
+class LimitWanted(Message, frozen=True):
+    """Let a host, or a job on each host, send no more than this; None: as much as the links carry."""
+
+    target: str
+    bytes_per_s: float | None  # payload
+    kind: str = ""  # host or job, where the name alone does not say
+
+
+class LimitAnswered(Message, frozen=True):
+    kind: str  # what the target is
+    error: str = ""
 
 
 class StatusReport(Message, frozen=True):

@@ -8,6 +8,9 @@ from mlfabric.messages.words import Message
 class PullWanted(Message, frozen=True):
     pull: str
     with_state: bool = False
+    first: bool = False  # it has no model yet and has offered nothing; a replica's, a little older, will do
+    clock: int = -1  # updates of the worker that have an outcome; -1: it takes no part in the steps
+    after: int = 0  # the version that the model must have reached for the next step
     shards: tuple[int, ...] = ()  # only these; none: all
 
 

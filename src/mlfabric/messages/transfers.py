@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from mlfabric.messages.updates import MemberUpdate
-from mlfabric.messages.words import AppliedIds, Message, Version
+from mlfabric.messages.words import AppliedIds, Message, StepSettings, Version
 
 
 class UpdatePart(Message, frozen=True):
@@ -15,6 +15,7 @@ class UpdatePart(Message, frozen=True):
     weight: float
     group: str | None = None
     term: int = 0
+    settings: StepSettings | None = None  # None: as published
 
 
 class Aggregate(Message, frozen=True):
@@ -24,6 +25,7 @@ class Aggregate(Message, frozen=True):
     members: tuple[MemberUpdate, ...]
     weight: float  # sum of the members' weights
     term: int = 0
+    settings: StepSettings | None = None  # the newest of its members'
 
 
 class ModelPart(Message, frozen=True):

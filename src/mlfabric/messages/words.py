@@ -53,6 +53,8 @@ class JobSettings(msgspec.Struct, frozen=True):
     weigh: bool = True  # updates that are very late count less
     policy: str = "mlfabric"
     codec: str = "float32"  # how updates travel from workers
+    staleness: int | None = None  # steps a worker may be ahead of the slowest; None: any
+    wait_for: int = 0  # gradients that make one step, the first of those that are offered; 0: no such steps
 
 
 class ArraySpec(msgspec.Struct, frozen=True):
@@ -76,6 +78,14 @@ class RuleSpec(msgspec.Struct, frozen=True):
     name: str
     settings: dict[str, bool | int | float] = {}
     pieces: tuple[RulePiece, ...] = ()  # of the rule "Pieces"
+    every: int = 1  # gradients that make one step
+
+
+class StepSettings(msgspec.Struct, frozen=True):
+    """What an update is to be applied by where that is not what was published: schedules change it."""
+
+    version: int  # the step of its worker from which on it holds
+    rule: RuleSpec
 
 
 class AppliedIds(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ UNKNOWN_OVERSUBSCRIPTION: Final = 8
 # expected to be faster by this factor.
 UNEVEN_COST: Final = 1.12
 # Chunks where all hosts are alike, and where a slow one, or one more stage, makes all wait for the last.
-EVEN_CHUNK_BYTES: Final = 512 * 1024
+EVEN_CHUNK_BYTES: Final = 256 * 1024
 UNEVEN_CHUNK_BYTES: Final = 128 * 1024
 
 
@@ -38,6 +38,15 @@ class GroupPlan:
     chunk_bytes: int
     predicted_s: float  # for NOMINAL_BYTES
     reason: str
+
+    @property
+    def is_equal(self) -> bool:
+        return max(self.reduces) == min(self.reduces)
+
+    @property
+    def cost(self) -> float:
+        """What takes longer than predicted by this factor counts with it in a comparison."""
+        return 1.0 if self.is_equal else UNEVEN_COST
 
 
 def plan_group(network: Network, hosts: Sequence[str]) -> GroupPlan:

@@ -19,6 +19,7 @@ from mlfabric.messages import (
     RuleSpec,
     ShardRange,
     SharesPlanned,
+    StepSettings,
     TransferAbout,
     Version,
 )
@@ -114,6 +115,7 @@ class MeasureStep(Action, frozen=True):
     buffer: str
     weight: float  # W, the sum of the members' weights
     members: int  # k
+    settings: StepSettings | None = None  # None: as published
 
 
 class CommitStep(Action, frozen=True):
@@ -239,6 +241,12 @@ class GroupWaits(Action, frozen=True):
 
     name: str
     missing: tuple[str, ...]
+
+
+class LimitSending(Action, frozen=True):
+    """Let this process send no more payload bytes per second, over all its connections; None: no limit."""
+
+    bytes_per_s: float | None
 
 
 class FailJob(Action, frozen=True):

@@ -20,7 +20,15 @@ from mlfabric.events import (
     TransferFinished,
     TransferSent,
 )
-from mlfabric.messages import Aggregate, GatherGroup, LeaderChanged, LeaveOut, LeftOut, UpdatePart
+from mlfabric.messages import (
+    Aggregate,
+    GatherGroup,
+    LeaderChanged,
+    LeaveOut,
+    LeftOut,
+    StepSettings,
+    UpdatePart,
+)
 from mlfabric.roles.actions import (
     AcceptTransfer,
     Action,
@@ -45,6 +53,7 @@ class _Gathering:
     shard: int = 0
     epoch: int = 0
     got: dict[str, float] = field(default_factory=dict)  # update -> weight, in order of arrival
+    settings: StepSettings | None = None  # the newest of those that came
     excused: set[str] = field(default_factory=set)
 
 
@@ -110,6 +119,7 @@ class Aggregator:
         if gathering is None or about.update in gathering.got:
             return [FreeBuffer(buffer)]
         gathering.got[about.update] = about.weight
+        gathering.settings = _newer(gathering.settings, about.settings)
         self._counts["summed"] += 1
         return [AddInto(_sum_buffer(about.group), buffer), FreeBuffer(buffer), *self._check(about.group)]
 
@@ -171,7 +181,9 @@ class Aggregator:
                 node=order.server,
                 role=f"server.{order.shard}",
                 buffer=_sum_buffer(group),
-                about=Aggregate(group, order.shard, order.epoch, members, weight, order.term),
+                about=Aggregate(
+                    group, order.shard, order.epoch, members, weight, order.term, gathering.settings
+                ),
                 rate_bytes_per_s=order.rate_bytes_per_s,
             ),
         ]
@@ -231,6 +243,13 @@ class Aggregator:
         assert not self._groups.keys() & self._closed.keys(), "a group is both open and closed"
         for buffer, about in self._arriving.values():
             assert about.group is not None, f"{buffer} belongs to no group"
+
+
+def _newer(one: StepSettings | None, other: StepSettings | None) -> StepSettings | None:
+    """What was published is older than any change of it."""
+    if one is None or other is None:
+        return one or other
+    return max(one, other, key=lambda settings: settings.version)
 
 
 def _sum_buffer(group: str) -> str:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from mlfabric.messages import (
+    FlowsSeen,
     LeaderChanged,
+    LimitWanted,
     MemberInfo,
     Members,
     PublishWanted,
@@ -24,7 +26,10 @@ from mlfabric.roles.bandwidth import BandwidthView
 from mlfabric.roles.demand import Demand
 from mlfabric.roles.groups import Groups
 from mlfabric.roles.leases import Leases
+from mlfabric.roles.limits import Limits
 from mlfabric.roles.orderbook import OrderBook
+from mlfabric.roles.pace import Pace
+from mlfabric.topology import Network
 
 # Links rarely change alone: news of one is acted upon when there was time for news of the others.
 HEAR_OTHERS_S = 0.1
@@ -32,12 +37,13 @@ HEAR_OTHERS_S = 0.1
 
 @dataclass(slots=True)
 class Fetch:
-    """A pull under way: whose, which shards are still to come, and what that takes of the links."""
+    """A pull under way: whose, from whom each shard is still to come, and what that takes of the links."""
 
     node: str
-    shards: set[int]
-    with_state: bool
+    sources: dict[int, str]  # shard -> node
     reserved: dict[int, tuple[Reserved, float]]  # shard -> (transfer, when it should end)
+    with_state: bool = False
+    held: set[int] = field(default_factory=set)  # shards that change hands; they are served then
 
 
 @dataclass(slots=True)
@@ -66,6 +72,7 @@ class Job:
     promoting: dict[int, tuple[str, str]] = field(default_factory=dict)  # shard -> (replica, reason)
     changes: dict[int, LeaderChanged] = field(default_factory=dict)  # the last per shard
     failed: str | None = None
+    ending: float | None = None  # a leader left whom nobody could follow: when that is a failure
     moving: dict[int, Move] = field(default_factory=dict)  # by shard
     late: list[SlotLate] = field(default_factory=list)  # complaints that wait until leads have moved
     demand: Demand = field(default_factory=Demand)
@@ -74,6 +81,12 @@ class Job:
     alone: bool = False  # too few members are heard to decide anything
     enough: tuple[float, bool] = (-1.0, False)  # until when it is known whether enough are heard
     given_up: dict[str, float] = field(default_factory=dict)  # of late and on suspicion only: until when
+    pace: Pace | None = None  # of the model's steps, where they are bound to each other
+
+    def taking_over(self) -> dict[int, str]:
+        """Shards that are changing hands just now, and the node that gets each."""
+        told = {index: move.target for index, move in self.moving.items() if move.told}
+        return told | {index: heir for index, (heir, _) in self.promoting.items()}
 
     def look_soon(self, at: float) -> None:
         self.look_at = at if self.look_at is None else min(self.look_at, at)
@@ -91,7 +104,8 @@ class Domain:
         self.jobs: dict[str, Job] = {}
         self._serial = settings.serial
         self._view = BandwidthView()
-        self.network = self._view.network()
+        self.limits = Limits()
+        self.network = self._view.network()  # as far as hosts may use it
 
     def admit(self, member: MemberInfo, label: str, expected: int, now: float, attempt: int = 0) -> Job:
         if member.job not in self.jobs:
@@ -104,7 +118,8 @@ class Domain:
         self.attempts[member.node] = attempt
         self.leases.begin(member.node, now)
         self._view.add(member)
-        self.network = self._view.network()
+        self.limits.joined(member)
+        self.see_network()
         return job
 
     def forget(self, node: str) -> MemberInfo | None:
@@ -117,7 +132,8 @@ class Domain:
         self.doubtful.discard(node)
         self.draining.pop(node, None)
         self._view.remove(node)
-        self.network = self._view.network()
+        self.limits.left(node)
+        self.see_network()
         return member
 
     def announce(self, job: Job) -> list[Action]:
@@ -127,13 +143,29 @@ class Domain:
         everybody = Members(tuple(members), self.settings.term, self._serial)
         return [Send(member.node, "member", everybody) for member in members]
 
-    def learn_rates(self, sender: str, learned: RatesLearned, now: float) -> None:
+    def learn_rates(self, sender: str, learned: RatesLearned | FlowsSeen, now: float) -> None:
         """Plan with what a host's transfers showed; nonsense is not believed."""
-        if self._view.learn(sender, learned):
-            self.network = self._view.network()
-            for job in self.jobs.values():
-                job.groups.rates_changed(now)
-                job.look_soon(now + HEAR_OTHERS_S)
+        if self._view.learn(sender, learned, now):
+            self._rates_changed(now)
+
+    def see_network(self) -> None:
+        self.network = self.limits.limit_hosts(self._view.network())
+
+    def network_of(self, job: Job) -> Network:
+        """The network as far as a job may use it."""
+        return self.network.sending_at_most(self.limits.jobs.get(job.name))
+
+    def limit(self, wanted: LimitWanted, now: float) -> None:
+        if self.limits.set(wanted, self.members):
+            self._rates_changed(now)
+
+    def _rates_changed(self, now: float) -> None:
+        self.see_network()
+        for job in self.jobs.values():
+            job.groups.rates_changed(now)
+            job.look_soon(now + HEAR_OTHERS_S)
+            if job.book is not None:
+                job.book.rates_changed(now)
 
     def job_of(self, node: str) -> Job | None:
         member = self.members.get(node)

@@ -40,6 +40,7 @@ class GrantedPart:
     group: str | None
     reserved: Reserved
     finish_s: float
+    held: bool = False  # until another node has taken over the shard
 
 
 @dataclass(slots=True)
@@ -72,6 +73,7 @@ class Entries:
         self.waiting: dict[str, WaitingUpdate] = {}
         self.granted: dict[str, GrantedUpdate] = {}
         self.groups: dict[str, GatheringGroup] = {}
+        self.taking_over: dict[int, str] = {}  # shard whose lead moves just now -> node that will have it
         self.leaving: dict[tuple[int, str], int] = {}  # (shard, update) -> slot; may still be applied
         self.next_number = max(term * NUMBERS_PER_TERM, first_number)
         self.next_group = first_number  # no fewer than there were groups; their names are not used twice
@@ -113,6 +115,11 @@ class Entries:
     def member(self, held: WaitingUpdate | GrantedUpdate, shard: int) -> MemberUpdate:
         offer = held.offer
         return MemberUpdate(offer.update, held.worker, offer.bases[shard], offer.floor)
+
+    def arrived_between(self) -> tuple[float, float]:
+        """When the first and the last of those that can be decided came."""
+        times = [waiting.since for waiting in self.decidable()]
+        return min(times), max(times)
 
     def decidable(self) -> list[WaitingUpdate]:
         """What waits, but for updates whose first way may still lead to the model: nobody decides twice."""

@@ -22,6 +22,9 @@ from mlfabric.roles.leases import CEILING_S
 from mlfabric.roles.placing import Placing
 from mlfabric.roles.pulls import Pulls
 
+# A job ends by everybody leaving, its leaders perhaps first: the others have so long to leave too.
+ENDING_S = 2.0
+
 
 class FailOver:
     def __init__(self, domain: Domain, placing: Placing, pulls: Pulls) -> None:
@@ -45,17 +48,44 @@ class FailOver:
         for pull in [name for name, pulling in job.pulls.items() if pulling.node == node]:
             del job.pulls[pull]
         job.demand.forget(node)
+        rest = self._pulls.source_lost(job, node)
+        if job.pace is not None:
+            job.pace.lost(node)
         actions += job.groups.lost(node, f"was lost ({reason})" if reason != LEFT else "left")
         if job.book is None:
             return actions
         actions += job.book.node_lost(node, reason)
         for index, shard in sorted(job.book.shards.items()):
-            if shard.range.leader == node:
+            if shard.range.leader == node and reason == LEFT and self._has_no_heir(job, index):
+                job.ending = job.ending or now + ENDING_S
+            elif shard.range.leader == node:
                 actions += self.leader_lost(job, index, node, reason)
                 if job.book is None or not job.ready:
                     break
             elif shard.range.replica == node:
                 actions += self._replica_lost(job, index, node, reason, now)
+        return [*actions, *rest]
+
+    def _has_no_heir(self, job: Job, index: int) -> bool:
+        assert job.book is not None
+        shard = job.book.shards[index]
+        heir = shard.range.replica in self._domain.members and shard.replica_filled
+        return job.ready and job.failed is None and not heir
+
+    def end_jobs(self, now: float) -> list[Action]:
+        """A job whose leader left goes on by its replica or has failed, unless all others have left too."""
+        actions: list[Action] = []
+        for job in self._domain.jobs.values():
+            if job.ending is None or now < job.ending:
+                continue
+            job.ending = None
+            if job.book is None or not self._domain.members_of(job):
+                continue
+            for index, shard in sorted(job.book.shards.items()):
+                leader = shard.range.leader
+                led = leader in self._domain.members or index in job.promoting
+                if not led and job.failed is None:
+                    actions += self.leader_lost(job, index, leader, LEFT)
         return actions
 
     def leader_lost(self, job: Job, index: int, node: str, reason: str) -> list[Action]:
@@ -126,19 +156,32 @@ class FailOver:
             actions += [Send(name, role, change) for role in ("worker", "aggregator")]
         return [*actions, *replica_actions, *(self._go_on(job, message.shard, now) if moved else [])]
 
+    def lead_stayed(self, job: Job, shard: int, now: float) -> list[Action]:
+        """Who was to take over is gone: what was held back for it goes to the leader there is."""
+        assert job.book is not None
+        members = self._domain.members_of(job)
+        held = job.book.grant_anew(shard, self._domain.network, members, now, moved=False)
+        return [*held, *self._pulls.lead_stayed(job, shard, now)]
+
     def _go_on(self, job: Job, shard: int, now: float) -> list[Action]:
         """The lead has moved and nothing is lost: what was on its way goes to the new leader."""
         assert job.book is not None
         job.late = [late for late in job.late if late.shard != shard]
         self._pulls.lead_moved(job, shard, now)
-        return job.book.grant_anew(shard, self._domain.network, self._domain.members_of(job), now)
+        members = self._domain.members_of(job)
+        return job.book.grant_anew(shard, self._domain.network, members, now, moved=True)
 
     def _replica_lost(self, job: Job, index: int, node: str, reason: str, now: float) -> list[Action]:
         assert job.book is not None
         shard = job.book.shards[index]
+        moving = index in job.taking_over()
         shard.range = msgspec.structs.replace(shard.range, replica=None)
         shard.replica_filled = False
         job.moving.pop(index, None)
+        if shard.range.leader not in self._domain.members and reason == LEFT:
+            job.promoting.pop(index, None)
+            job.ending = job.ending or now + ENDING_S
+            return []
         if index in job.promoting and shard.range.leader not in self._domain.members:
             return self._fail(job, f"server and replica {node} of shard {index} were both lost")
         job.promoting.pop(index, None)
@@ -147,6 +190,8 @@ class FailOver:
             Send(shard.range.leader, f"server.{index}", gone),
             *self._placing.find_replicas(job),
         ]
+        if moving:
+            actions += self.lead_stayed(job, index, now)
         return [*actions, *self._placing.check_ready(job, now)]
 
     def _fail(self, job: Job, reason: str) -> list[Action]:

@@ -1,9 +1,11 @@
-"""A worker's side of pulls: parts of the model that come from the leaders of its shards."""
+"""A worker's side of pulls: parts of the model that come from those who hold its shards."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import msgspec
 
 from mlfabric.events import TransferArriving
 from mlfabric.messages import ModelPart, PullWanted, ShardRange, Version
@@ -12,7 +14,7 @@ from mlfabric.roles.actions import AcceptTransfer, Action, FreeBuffer, RefuseTra
 
 @dataclass(slots=True)
 class _Pull:
-    with_state: bool
+    wanted: PullWanted
     versions: dict[int, Version] = field(default_factory=dict)
     transfers: dict[str, tuple[int, Version]] = field(default_factory=dict)
     retry_at: float | None = None
@@ -23,13 +25,16 @@ class Fetching:
         self._scheduler = scheduler
         self._shards = shards  # the worker's: as it knows them
         self._pulls: dict[str, _Pull] = {}
+        self.pulled_at = 0  # updates that had an outcome when the last model was asked for
+        self.has_model = False
 
-    def begin(self, pull: str, with_state: bool) -> list[Action]:
-        self._pulls[pull] = _Pull(with_state)
-        return [self._ask(pull)]
+    def begin(self, wanted: PullWanted) -> list[Action]:
+        self._pulls[wanted.pull] = _Pull(wanted)
+        return [self._ask(wanted.pull)]
 
     def _ask(self, pull: str, shards: tuple[int, ...] = ()) -> Send:
-        return Send(self._scheduler, "scheduler", PullWanted(pull, self._pulls[pull].with_state, shards))
+        wanted = msgspec.structs.replace(self._pulls[pull].wanted, shards=shards)
+        return Send(self._scheduler, "scheduler", wanted)
 
     def refused(self, pull: str, reason: str) -> list[Action]:
         if self._pulls.pop(pull, None) is None:
@@ -57,7 +62,9 @@ class Fetching:
             if len(pull.versions) < len(self._shards):
                 return None
             versions = tuple(pull.versions[index] for index in sorted(pull.versions))
+            self.pulled_at = max(self.pulled_at, pull.wanted.clock)
             del self._pulls[name]
+            self.has_model = True
             return ResolvePull(name, versions)
         return None
 
@@ -87,7 +94,7 @@ class Fetching:
         together: it begins again."""
         actions: list[Action] = []
         for name, pull in self._pulls.items():
-            if pull.with_state:
+            if pull.wanted.with_state:
                 actions += self._begin_again(name, pull)
             elif shard not in pull.versions and all(of != shard for of, _ in pull.transfers.values()):
                 actions.append(self._ask(name, (shard,)))
@@ -99,7 +106,7 @@ class Fetching:
             if pull.retry_at is not None and now >= pull.retry_at:
                 pull.retry_at = None
                 lacking = tuple(sorted(self._shards.keys() - pull.versions.keys()))
-                actions.append(self._ask(name, () if pull.with_state else lacking))
+                actions.append(self._ask(name, () if pull.wanted.with_state else lacking))
         return actions
 
     def deadlines(self) -> list[float]:

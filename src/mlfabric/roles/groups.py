@@ -28,10 +28,12 @@ GATHER_S = 0.03
 # A new scheduler does not know how far the last one counted groups and plans.
 NUMBERS_PER_TERM = 2**20
 # A new plan that is faster by this factor is sent at once, one that is faster by less when it has been so for
-# a while: rates that have just been learned are never quite right.
+# a while: rates that have just been learned are never quite right. Back to equal shares it goes sooner: they
+# need no rates to be right.
 WORTH_CHANGING_NOW = 1.2
 WORTH_CHANGING = 1.05
 STEADY_S = 3.0
+STEADY_EQUAL_S = 0.2
 
 
 @dataclass(slots=True)
@@ -143,8 +145,9 @@ class Groups:
 
     def rates_changed(self, now: float) -> None:
         """Plan again soon: when a link changes, others are learned anew a moment later."""
-        if self._formed and self._replan_at is None:
-            self._replan_at = now + GATHER_S
+        soon = now + GATHER_S
+        if self._formed and (self._replan_at is None or self._replan_at > soon):
+            self._replan_at = soon
 
     def replan(self, network: Network, now: float) -> list[Action]:
         """Send better shares where the links have changed and it is worth it."""
@@ -157,7 +160,8 @@ class Groups:
                 continue
             plan = plan_group(network, group.hosts)
             standing_s = predicted_time(network, group.hosts, group.plan)
-            if not self._worth_changing(group, standing_s / plan.predicted_s, now):
+            gain = standing_s * group.plan.cost / (plan.predicted_s * plan.cost)
+            if not self._worth_changing(group, gain, now, STEADY_EQUAL_S if plan.is_equal else STEADY_S):
                 continue
             group.plan, group.better_since = plan, None
             group.plans += 1
@@ -166,15 +170,15 @@ class Groups:
             actions += [Send(node, "participant", shares) for node in group.nodes]
         return actions
 
-    def _worth_changing(self, group: _Formed, gain: float, now: float) -> bool:
+    def _worth_changing(self, group: _Formed, gain: float, now: float, steady_s: float) -> bool:
         if gain <= WORTH_CHANGING:
             group.better_since = None
             return False
         if group.better_since is None:
             group.better_since = now
-        if gain > WORTH_CHANGING_NOW or now >= group.better_since + STEADY_S:
+        if gain > WORTH_CHANGING_NOW or now >= group.better_since + steady_s:
             return True
-        self._replan_at = group.better_since + STEADY_S
+        self._replan_at = group.better_since + steady_s
         return False
 
     def tell_pending(self, workers: Sequence[str], absent: int, now: float) -> list[Action]:

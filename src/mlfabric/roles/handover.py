@@ -2,7 +2,8 @@
 host is to leave.
 
 The leader stops where it is, brings who takes over level, and yields; what was on its way is sent once more,
-to the new leader and in the same order. Nothing is granted meanwhile.
+to the new leader and in the same order. What is granted meanwhile sends its other parts; the part of a shard
+that is changing hands is held back until that is done.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from mlfabric.messages import (
 )
 from mlfabric.roles.actions import Action, Note, Send
 from mlfabric.roles.domain import Domain, Job, Move
+from mlfabric.roles.failover import FailOver
 from mlfabric.roles.placing import Placing, by_suitability
 
 
 class Handover:
-    def __init__(self, domain: Domain, placing: Placing) -> None:
+    def __init__(self, domain: Domain, placing: Placing, failover: FailOver) -> None:
         self._domain = domain
         self._placing = placing
+        self._failover = failover
 
     def move_leads(self, job: Job, targets: Mapping[int, str], why: str) -> list[Action]:
         """Have other nodes lead these shards: their replicas, or whoever is to follow just for this."""
@@ -114,7 +117,7 @@ class Handover:
             return f"nobody else can lead shard {led[0]} of job {job.name}; add a member that can first"
         return ""
 
-    def hand_on(self, job: Job, node: str) -> list[Action]:
+    def hand_on(self, job: Job, node: str, now: float) -> list[Action]:
         assert job.book is not None
         usable = self._domain.usable(job)
         actions: list[Action] = []
@@ -123,10 +126,12 @@ class Handover:
             if range_.replica == node and index not in job.promoting:
                 other = self._placing.choose_replica(job, range_)
                 if other is not None:
-                    job.moving.pop(index, None)
+                    moving = job.moving.pop(index, None)
                     shard.range = msgspec.structs.replace(range_, replica=other)
                     shard.replica_filled = False
                     actions += self._placing.assign_replica(job, shard.range)
+                    if moving is not None and moving.told:
+                        actions += self._failover.lead_stayed(job, index, now)
             elif range_.leader == node and range_.replica is None:
                 actions += self._placing.find_replicas(job)
             elif range_.leader == node and shard.replica_filled and range_.replica in usable:

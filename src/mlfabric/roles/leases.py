@@ -4,6 +4,10 @@ A lease is three times the largest gap seen between a member's heartbeats of lat
 keeps a moment's load on a host from looking like its death, the ceiling keeps one long stall from making the
 next one last as long. Heartbeats come four times per lease, so a large fabric with a longer floor also has
 fewer of them.
+
+A heartbeat counts from when it was sent: after a cable cut, TCP delivers those that it kept, and they say
+nothing of the present. The sender's clock is its own, so a heartbeat's age is how much later it came than the
+promptest one. Nothing else counts as a sign of life, because it does not say when it was sent.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ CEILING_S = 3.0
 # heartbeats per second reach it, and beyond that leases grow with their number.
 MEMBERS_AT_FLOOR = 250
 GAPS_PER_LEASE = 3.0
+# The promptest heartbeat is forgotten so fast: clocks drift apart by less, and changed paths are learned.
+DRIFT = 0.001
 # How much of the largest gap remains after each heartbeat that came sooner: half in about nine seconds.
 FADING = 0.98
 
@@ -27,6 +33,7 @@ FADING = 0.98
 class _Lease:
     heard_s: float
     beat_s: float | None = None  # when its last heartbeat came
+    lag_s: float = 0.0  # the least time from the sender's clock to ours, of late
     gap_s: float = 0.0
 
 
@@ -50,16 +57,19 @@ class Leases:
     def end(self, node: str) -> None:
         self._leases.pop(node, None)
 
-    def heard(self, node: str, now: float, beat: bool = False) -> None:
-        """A sign of life; a heartbeat also tells how regularly they come."""
+    def heard(self, node: str, sent_s: float, now: float) -> None:
+        """A heartbeat: its sender lived when it was sent; and how regularly they come."""
         lease = self._leases.get(node)
         if lease is None:
             return
-        lease.heard_s = now
-        if beat:
-            if lease.beat_s is not None:
-                lease.gap_s = max(now - lease.beat_s, lease.gap_s * FADING)
-            lease.beat_s = now
+        lag = now - sent_s
+        if lease.beat_s is None:
+            lease.lag_s = lag
+        else:
+            lease.lag_s = min(lag, lease.lag_s + DRIFT * (now - lease.beat_s))
+            lease.gap_s = max(now - lease.beat_s, lease.gap_s * FADING)
+        lease.heard_s = max(lease.heard_s, sent_s + lease.lag_s)
+        lease.beat_s = now
 
     def length_s(self, node: str) -> float:
         floor = max(self._least_s, FLOOR_S * max(1.0, len(self._leases) / MEMBERS_AT_FLOOR))

@@ -12,6 +12,7 @@ from mlfabric.events import (
     DeadlinePassed,
     DrainRequested,
     Event,
+    FlowsMeasured,
     JoinRequested,
     LeaveRequested,
     MessageReceived,
@@ -24,6 +25,8 @@ from mlfabric.messages import (
     ControlMessage,
     DrainBegun,
     DrainWanted,
+    FlowRate,
+    FlowsSeen,
     FollowShard,
     Heartbeat,
     HeartbeatSeen,
@@ -32,6 +35,7 @@ from mlfabric.messages import (
     JoinRefused,
     LeadShard,
     Leave,
+    LimitRate,
     Members,
     NewTerm,
     NodeLost,
@@ -47,6 +51,7 @@ from mlfabric.roles.actions import (
     Action,
     FailJob,
     FollowScheduler,
+    LimitSending,
     MemberSettings,
     Note,
     RefuseNew,
@@ -99,6 +104,8 @@ class Member:
                 return [self._tell(DrainWanted(self._settings.member.node))]
             case RatesMeasured(up_bytes_per_s=up, down_bytes_per_s=down) if self._label is not None:
                 return [self._tell(RatesLearned(up, down))]
+            case FlowsMeasured(flows=flows) if self._label is not None:
+                return [self._tell(FlowsSeen(tuple(FlowRate(*flow) for flow in flows)))]
             case LeaveRequested():
                 self._left, self._beat_at = True, None
                 return [self._tell(Leave(self._settings.member.node))]
@@ -140,6 +147,15 @@ class Member:
                     return []  # we have, since that was said
                 again = Note("registering-again", reason, loud=True)
                 return [again, *self._follow(succession.term, succession.scheduler, now)]
+            case LimitRate():
+                # Whoever schedules next hears of it from us.
+                member = msgspec.structs.replace(
+                    self._settings.member,
+                    max_rate_bytes_per_s=message.host_bytes_per_s,
+                    job_max_rate_bytes_per_s=message.job_bytes_per_s,
+                )
+                self._settings = msgspec.structs.replace(self._settings, member=member)
+                return [LimitSending(message.bytes_per_s)]
             case LeadShard() | FollowShard() | StepDown():
                 return self._take(message)
         return []
@@ -194,7 +210,9 @@ class Member:
             [self._tell(Heartbeat(now, self._attempt))] if self._succession.speaks_to_scheduler(now) else []
         )
 
-    def _tell(self, message: Join | Heartbeat | Leave | Reported | DrainWanted | RatesLearned) -> Send:
+    def _tell(
+        self, message: Join | Heartbeat | Leave | Reported | DrainWanted | RatesLearned | FlowsSeen
+    ) -> Send:
         return Send(SCHEDULER, "scheduler", message)
 
     def next_deadline(self) -> float | None:

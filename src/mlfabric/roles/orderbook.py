@@ -22,16 +22,23 @@ from mlfabric.messages import (
     count_at,
 )
 from mlfabric.plan.planner import plan_updates
-from mlfabric.plan.values import JobState, Offer, Reserved, Shard
+from mlfabric.plan.values import JobState, Offer, Plan, Reserved, Shard
 from mlfabric.roles.actions import Action, Note, Send
 from mlfabric.roles.entries import Entries, WaitingUpdate
 from mlfabric.roles.granting import Granting
 from mlfabric.roles.release import at_full_rate, due_prefix, host_of, lookahead
+from mlfabric.roles.rounds import choose
 from mlfabric.roles.withdrawing import Withdrawing
 from mlfabric.topology import Network
 
 # Offers that come within this time are planned together.
 BATCH_S = 0.002
+# So are changes of rates.
+RATES_S = 0.05
+# Groups are not made before so much of a transfer's time has passed since the first offer that waits, or
+# since the last one.
+GATHER_SHARE = 0.5
+QUIET_SHARE = 0.15
 
 
 class OrderBook:
@@ -57,6 +64,11 @@ class OrderBook:
         self.entries.waiting[offer.update] = WaitingUpdate(offer, worker, self._arrivals, now)
         self.entries.plan_soon(now + BATCH_S)
         return actions
+
+    def rates_changed(self, now: float) -> None:
+        """What waits is planned anew, soon: news of rates come in flocks."""
+        if self.entries.waiting:
+            self.entries.plan_soon(now + RATES_S)
 
     def applied(self, report: AppliedReport, now: float) -> list[str]:
         """Take a server's account; the workers whose updates are in everywhere by it."""
@@ -100,43 +112,77 @@ class OrderBook:
                 self.entries.finish_part(granted, shard)
 
     def plan(
-        self, network: Network, others: list[Reserved], members: Mapping[str, MemberInfo], now: float
+        self,
+        network: Network,
+        others: list[Reserved],
+        members: Mapping[str, MemberInfo],
+        now: float,
+        max_rate_bytes_per_s: float | None = None,
     ) -> list[Action]:
-        """Plan what waits, tell everybody concerned what starts now, leave the rest for later."""
+        """Plan what waits, tell everybody concerned what starts now, leave the rest for later.
+
+        The job may send no more than `max_rate_bytes_per_s` from any one host.
+        """
         self.entries.plan_at = None
         workers = sum(1 for member in members.values() if "worker" in member.roles)
         bound = self.entries.max_delay(workers)
         actions = self._granting.grant_remainders(network, members, bound, now)
-        if not self.entries.decidable():
+        chosen = choose(self.entries, network, members, now)
+        if not chosen:
             return actions
-        state, offers = self._situation(network, members, workers, bound)
+        state, offers = self._situation(chosen, members, workers, bound, max_rate_bytes_per_s)
         plan = at_full_rate(
             plan_updates(network, [*others, *self.entries.reserved(now)], state, offers, 0.0),
             now,
-            network,
+            network.sending_at_most(max_rate_bytes_per_s),
             {offer.update: offer.host for offer in offers},
             {shard.index: shard.server for shard in state.shards},
         )
         for drop in plan.drops:
             actions += self._drop(drop.update, drop.reason)
-        released = due_prefix(plan, now)
+        group_at = self._group_at(plan, workers) if plan.groups else now
+        released = due_prefix(plan, now, groups=group_at <= now)
         if released:
             actions += self._granting.release(plan, released, members, bound, now)
         rest = plan.placed[len(released) :]
         if rest:
             starts = [
-                part.start_s - lookahead(part.finish_s - part.start_s) for p in rest for part in p.parts
+                part.start_s - lookahead(part.finish_s - part.start_s)
+                if part.group is None
+                else max(part.start_s - lookahead(part.finish_s - part.start_s), group_at)
+                for p in rest
+                for part in p.parts
             ]
             self.entries.plan_soon(max(min(starts), now + BATCH_S))
         return actions
 
+    def _group_at(self, plan: Plan, workers: int) -> float:
+        """When what waits may be cut into groups.
+
+        Workers that compute for about as long offer within a moment of each other. Groups made of the first
+        few are small, and each of them costs the server's link as much as a large one; updates that go there
+        straight meanwhile keep it busy. So it is waited for a share of a transfer's time, unless nobody is
+        left who could offer, or nobody has offered for a while.
+        """
+        entries = self.entries
+        if len(entries.waiting) + len(entries.granted) >= workers * entries.settings.in_flight:
+            return float("-inf")
+        lasts_s = min(group.finish_s - group.start_s for group in plan.groups)
+        first, last = entries.arrived_between()
+        return min(first + GATHER_SHARE * lasts_s, last + QUIET_SHARE * lasts_s)
+
     def _situation(
-        self, network: Network, members: Mapping[str, MemberInfo], workers: int, bound: int | None
+        self,
+        chosen: list[WaitingUpdate],
+        members: Mapping[str, MemberInfo],
+        workers: int,
+        bound: int | None,
+        max_rate: float | None,
     ) -> tuple[JobState, list[Offer]]:
         placed = {index: self.entries.placed_count(index) for index in self.shards}
         top = max(placed.values())
         offers = []
-        for waiting in self.entries.decidable():
+        for waiting in chosen:
             offer = waiting.offer
             behind = max(
                 placed[index] - count_at(offer.bases[index], self.shards[index].fail_overs)
@@ -161,7 +207,7 @@ class OrderBook:
         shards = tuple(
             Shard(
                 index=index,
-                server=members[book.range.leader].host,
+                server=members[self.entries.taking_over.get(index, book.range.leader)].host,
                 replica=host_of(book.range.replica, members),
                 share=book.range.count / self.entries.elements,
             )
@@ -175,6 +221,7 @@ class OrderBook:
             shards=shards,
             aggregators=aggregators,
             policy=self.entries.settings.policy,
+            max_rate_bytes_per_s=max_rate,
         )
         return state, offers
 
@@ -203,16 +250,21 @@ class OrderBook:
         ]
 
     def grant_anew(
-        self, shard: int, network: Network, members: Mapping[str, MemberInfo], now: float
+        self,
+        shard: int,
+        network: Network,
+        members: Mapping[str, MemberInfo],
+        now: float,
+        moved: bool,
     ) -> list[Action]:
-        """What was on its way to a shard's former leader goes to the one it has now."""
+        """What was on its way to a shard's former leader goes to the one it has now; or it has not moved
+        after all, and gets what was held back."""
         workers = sum(1 for member in members.values() if "worker" in member.roles)
         bound = self.entries.max_delay(workers)
         self.entries.plan_soon(now)
-        return [
-            *self.withdrawing.lead_moved(shard, now),
-            *self._granting.grant_anew(shard, network, members, bound, now),
-        ]
+        taken_back = self.withdrawing.lead_moved(shard, now) if moved else []
+        granted = self._granting.grant_anew(shard, network, members, bound, now, only_held=not moved)
+        return [*taken_back, *granted]
 
     def not_applied(self, shard: int, update: str, now: float) -> None:
         waiting = self.entries.waiting.get(update)

@@ -6,7 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mlfabric.events import TransferArriving
-from mlfabric.messages import Aggregate, InitialPart, LeftOut, MemberUpdate, Slot, UpdatePart
+from mlfabric.messages import (
+    Aggregate,
+    InitialPart,
+    LeftOut,
+    MemberUpdate,
+    Slot,
+    StepSettings,
+    UpdatePart,
+)
 from mlfabric.roles.actions import AcceptTransfer, Action, FreeBuffer, Note, RefuseTransfer
 from mlfabric.roles.standing import Standing
 
@@ -18,6 +26,7 @@ class Parcel:
     buffer: str
     weight: float
     members: tuple[MemberUpdate, ...] | None  # of an aggregate; a single update's are in its slot
+    settings: StepSettings | None  # what it is to be applied by; None: as published
     complete: bool = False
 
 
@@ -40,7 +49,7 @@ class Parcels:
                     refusal = f"{about.update} is already applied"
                 if refusal:
                     return [RefuseTransfer(event.transfer, refusal)]
-                return self._accept(event, about.update, Parcel("", about.weight, None))
+                return self._accept(event, about.update, Parcel("", about.weight, None, about.settings))
             case Aggregate() as about:
                 return self._arrive_aggregate(event, about)
         return [RefuseTransfer(event.transfer, "a server takes updates and sums of them only")]
@@ -52,7 +61,7 @@ class Parcels:
         if self._knows_one(about.members):
             refused = RefuseTransfer(event.transfer, f"a member of {about.group} is already applied")
             return [refused, *self.refuse_known(about.group, about.members)]
-        return self._accept(event, about.group, Parcel("", about.weight, about.members))
+        return self._accept(event, about.group, Parcel("", about.weight, about.members, about.settings))
 
     def is_known(self, about: Aggregate) -> bool:
         """Whether a sum is refused because a member of it is in the model already."""

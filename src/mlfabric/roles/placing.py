@@ -142,7 +142,7 @@ class Placing:
         assert job.book is not None
         workers = sum(1 for member in self._domain.members_of(job).values() if "worker" in member.roles)
         bound = job.book.entries.max_delay(workers)
-        if bound is None or bound >= workers - 1:
+        if bound is None or bound >= workers - 1 or job.book.entries.settings.wait_for:
             return []
         reason = (
             f"a delay bound of {bound} with {workers} workers forces drops; the mean delay is {workers - 1}"

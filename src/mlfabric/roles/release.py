@@ -78,10 +78,13 @@ def lookahead(duration_s: float) -> float:
     return LOOKAHEAD * duration_s + LOOKAHEAD_S
 
 
-def due_prefix(plan: Plan, now: float) -> tuple[Placed, ...]:
-    """The first part of the order that has to start now, with whole groups."""
+def due_prefix(plan: Plan, now: float, groups: bool = True) -> tuple[Placed, ...]:
+    """The first part of the order that has to start now, with whole groups; without `groups`, up to the
+    first update that is to be summed with others."""
     last = -1
     for index, placed in enumerate(plan.placed):
+        if not groups and any(part.group is not None for part in placed.parts):
+            return plan.placed[: last + 1]
         if any(part.start_s <= now + lookahead(part.finish_s - part.start_s) for part in placed.parts):
             last = index
     changed = True

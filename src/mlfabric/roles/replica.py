@@ -1,6 +1,7 @@
 """The replica: follows a leader, whole message by whole message, and becomes the leader when told.
 
-It changes values, version and applied ids together or not at all.
+It changes values, version and applied ids together or not at all. To newcomers that are nearer to it than to
+the leader it sends what it holds.
 """
 
 from __future__ import annotations
@@ -14,8 +15,19 @@ from mlfabric.events import (
     TransferArriving,
     TransferFailed,
     TransferFinished,
+    TransferSent,
 )
-from mlfabric.messages import AppliedIds, Promote, Promoted, ReplicaHas, ReplicaPart, ReplicaReport, Version
+from mlfabric.messages import (
+    AppliedIds,
+    Promote,
+    Promoted,
+    PullServed,
+    ReplicaHas,
+    ReplicaPart,
+    ReplicaReport,
+    ServePull,
+    Version,
+)
 from mlfabric.roles.actions import (
     AcceptTransfer,
     Action,
@@ -29,6 +41,7 @@ from mlfabric.roles.actions import (
     ServerSettings,
     StartRole,
 )
+from mlfabric.roles.serving import Serving
 
 
 class ReplicaStatistics(msgspec.Struct, frozen=True):
@@ -46,6 +59,7 @@ class Replica:
         self._applied = AppliedIds()
         self._fail_overs: tuple[Version, ...] = ()
         self._arriving: dict[str, tuple[str, ReplicaPart, str]] = {}  # transfer -> (buffer, about, leader)
+        self._serving = Serving(settings.shard.index, self._epoch)
         self._promoted = False
         self._messages = 0
 
@@ -62,6 +76,11 @@ class Replica:
                 return self._adopt(*self._arriving.pop(transfer))
             case TransferFailed(transfer=transfer) if transfer in self._arriving:
                 return [FreeBuffer(self._arriving.pop(transfer)[0])]
+            case MessageReceived(message=ServePull() as wanted) if self._version >= 0:
+                self._serving.wanted.append(wanted)
+                return self._serving.serve(self._version, False, ())
+            case TransferSent(transfer=transfer) | TransferFailed(transfer=transfer):
+                return self._sent(transfer)
             case MessageReceived(message=Promote() as promote):
                 return self._promote(promote)
             case SchedulerChanged() if not self._promoted:
@@ -71,8 +90,15 @@ class Replica:
                 return [Send(self._settings.scheduler, "scheduler", report)]
         return []
 
+    def _sent(self, transfer: str) -> list[Action]:
+        pull = self._serving.sent(transfer)
+        if pull is None:
+            return []
+        served = PullServed(pull, self._settings.shard.index)
+        return [Send(self._settings.scheduler, "scheduler", served), *self._serving.free_unused()]
+
     def end(self) -> list[Action]:
-        return [FreeBuffer(buffer) for buffer, _, _ in self._arriving.values()]
+        return [*(FreeBuffer(buffer) for buffer, _, _ in self._arriving.values()), *self._serving.end()]
 
     def _arrive(self, event: TransferArriving, about: ReplicaPart) -> list[Action]:
         if self._promoted or about.epoch < self._epoch or about.version < self._version:
@@ -90,6 +116,7 @@ class Replica:
             return [FreeBuffer(buffer)]
         self._messages += 1
         self._epoch, self._version, self._applied = about.epoch, about.version, about.applied
+        self._serving.epoch = about.epoch
         self._fail_overs = about.fail_overs
         if about.with_state:
             self._state_version = about.state_version
@@ -126,7 +153,7 @@ class Replica:
             state_version=self._state_version,
         )
         return [
-            *(FreeBuffer(buffer) for buffer, _, _ in self._arriving.values()),
+            *self.end(),
             Note(
                 "promoted", f"leads from version {self._version} in epoch {promote.epoch}: {promote.reason}"
             ),
@@ -142,3 +169,4 @@ class Replica:
 
     def validate(self) -> None:
         assert self._state_version <= self._version, "optimizer state can't be newer than the model"
+        self._serving.validate()

@@ -122,6 +122,7 @@ class Resuming:
         job.moving.clear()
         job.late.clear()
         job.pulls.clear()
+        job.pace = None
         actions: list[Action] = []
         for range_ in reports.ready.shards:
             job.book.shards[range_.index] = reports.shard(range_)

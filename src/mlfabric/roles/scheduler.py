@@ -20,6 +20,7 @@ from mlfabric.messages import (
     ControlMessage,
     DrainAnswered,
     DrainWanted,
+    FlowsSeen,
     GroupHeld,
     GroupWanted,
     Heartbeat,
@@ -28,6 +29,8 @@ from mlfabric.messages import (
     LeadYielded,
     Leave,
     LeftOut,
+    LimitAnswered,
+    LimitWanted,
     NewTerm,
     NodeLost,
     NotApplied,
@@ -84,15 +87,15 @@ class Scheduler:
         leads = Leads(self._domain)
         self._placing = Placing(self._domain, self._pulls, leads)
         self._failover = FailOver(self._domain, self._placing, self._pulls)
-        self._handover = Handover(self._domain, self._placing)
+        self._handover = Handover(self._domain, self._placing, self._failover)
         self._replacing = Replacing(self._domain, leads, self._handover)
         self._resuming = Resuming(self._domain, self._placing, self._failover)
         self._admission = Admission(self._domain, self._company, self._placing, self._resuming)
         self._look_at = 0.0
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        if isinstance(event, MessageReceived):
-            self._domain.leases.heard(event.sender, now, beat=isinstance(event.message, Heartbeat))
+        if isinstance(event, MessageReceived) and isinstance(event.message, Heartbeat):
+            self._domain.leases.heard(event.sender, event.message.sent_s, now)
         if self._resuming.rebuilding is not None:
             actions, later = self._resuming.rebuild(self._resuming.rebuilding, event, now)
             return [*actions, *(action for each in later for action in self.handle(each, now))]
@@ -108,7 +111,8 @@ class Scheduler:
                 if node in self._domain.members:
                     self._domain.doubtful.add(node)  # its silence will tell, or its next word
             case DeadlinePassed():
-                return [*self._silent(now), *self._look_after_groups(now), *self._plan_due(now)]
+                ends = self._failover.end_jobs(now)
+                return [*self._silent(now), *ends, *self._look_after_groups(now), *self._plan_due(now)]
         return []
 
     def _on_message(self, sender: str, message: ControlMessage, now: float) -> list[Action]:
@@ -126,8 +130,11 @@ class Scheduler:
                 return self._admission.beat(sender, message, now)
             case NewTerm():
                 return self._admission.succeeded(sender, message)
-            case RatesLearned():
+            case RatesLearned() | FlowsSeen():
                 self._domain.learn_rates(sender, message, now)
+                return []
+            case LimitWanted():
+                self._domain.limit(message, now)
                 return []
             case DrainWanted():
                 answer, actions = self._handover.drain(message)
@@ -173,7 +180,7 @@ class Scheduler:
                 book.refused(update)
             case LeftOut():
                 return book.withdrawing.left_out(message, now)
-            case SlotLate() if self._is_moving(job):
+            case SlotLate() if job.taking_over():
                 job.late.append(message)
             case SlotLate():
                 return book.withdrawing.slot_late(message)
@@ -209,18 +216,18 @@ class Scheduler:
     def _form(self, job: Job, name: str) -> list[Action]:
         hosts = {node: member.host for node, member in self._domain.members.items()}
         return job.groups.check(
-            name, self._domain.workers(job), self._domain.absent(job), hosts, self._domain.network
+            name, self._domain.workers(job), self._domain.absent(job), hosts, self._domain.network_of(job)
         )
 
     def _look_after_groups(self, now: float) -> list[Action]:
         actions: list[Action] = []
         for job in self._domain.jobs.values():
             actions += job.groups.tell_pending(self._domain.workers(job), self._domain.absent(job), now)
-            actions += job.groups.replan(self._domain.network, now)
+            actions += job.groups.replan(self._domain.network_of(job), now)
         return actions
 
     def _plan_due(self, now: float) -> list[Action]:
-        actions: list[Action] = []
+        actions = self._domain.limits.news(self._domain.members)
         for job in self._domain.jobs.values():
             book = job.book
             if self._domain.draining:
@@ -231,10 +238,11 @@ class Scheduler:
                 actions += self._replacing.look(job, now) if enough else []
             if job.moving and book is not None:
                 actions += self._handover.ask_to_yield(job)
-            if job.late and book is not None and not self._is_moving(job):
+            if job.late and book is not None and not job.taking_over():
                 late, job.late = job.late, []
                 actions += [action for each in late for action in book.withdrawing.slot_late(each)]
-            if book is None or not job.ready or self._is_moving(job):
+            actions += self._pulls.serve_due(job, now)
+            if book is None or not self._goes_on(job):
                 continue
             if book.entries.plan_at is None or now < book.entries.plan_at:
                 continue
@@ -253,21 +261,32 @@ class Scheduler:
                 if each is not job and each.book is not None
                 for reserved in each.book.entries.reserved(now)
             ]
-            actions += book.plan(self._domain.network, others, self._domain.planned_with(job), now)
+            limit = self._domain.limits.jobs.get(job.name)
+            book.entries.taking_over = job.taking_over()
+            actions += book.plan(self._domain.network, others, self._domain.planned_with(job), now, limit)
         return actions
 
-    def _is_moving(self, job: Job) -> bool:
-        return bool(job.promoting or job.moving)
+    def _goes_on(self, job: Job) -> bool:
+        """Whether updates can be granted: every shard is led, or changes hands in good order."""
+        over = job.failed is not None or job.ending is not None
+        if not job.ready or over or job.book is None:
+            return False
+        members = self._domain.members
+        return all(job.book.shards[index].range.leader in members for index in job.promoting)
 
     def drain(self, target: str, only: str | None = None) -> DrainAnswered:
         """What `DrainWanted` will do, for whoever asks; `only`: members of this job."""
         return self._handover.drain(DrainWanted(target, only), ask=True)[0]
 
+    def limit(self, wanted: LimitWanted, only: str | None = None) -> LimitAnswered:
+        """What `LimitWanted` will do, for whoever asks; `only`: a wish of this job's people."""
+        return self._domain.limits.answer(wanted, self._domain.members, only)
+
     def _drain_on(self, job: Job, now: float) -> list[Action]:
         """One more step for those who leave: their leads, then what they follow, then they themselves."""
         actions: list[Action] = []
         for node in [n for n in self._domain.draining if self._domain.members[n].job == job.name]:
-            steps = self._handover.hand_on(job, node) if job.book is not None and job.ready else []
+            steps = self._handover.hand_on(job, node, now) if job.book is not None and job.ready else []
             actions += steps
             if not self._handover.is_needed(job, node):
                 actions += [Send(node, "member", NodeLost(node, LEFT)), *self._failover.lost(node, LEFT, now)]
@@ -278,13 +297,10 @@ class Scheduler:
             return self._resuming.rebuilding.until
         times = [max(self._domain.leases.until_s(name), self._look_at) for name in self._domain.members]
         for job in self._domain.jobs.values():
-            if (
-                job.book is not None
-                and job.book.entries.plan_at is not None
-                and job.ready
-                and not self._is_moving(job)
-            ):
+            if job.book is not None and job.book.entries.plan_at is not None and self._goes_on(job):
                 times.append(job.book.entries.plan_at)
+            if job.ending is not None:
+                times.append(job.ending)
             times += job.groups.deadlines()
             if job.look_at is not None:
                 times.append(job.look_at)
@@ -306,12 +322,21 @@ class Scheduler:
                     self._domain.network,
                     self._domain.jobs[member.job].book,
                     self._domain.draining.get(name, ""),
+                    self._domain.limits.of(name, self._domain.members).bytes_per_s,
                 )
                 for name, member in sorted(self._domain.members.items())
                 if only in (None, member.job)
             ),
             jobs=tuple(
-                job_status(name, self._domain.members_of(job), job.book, job.ready, job.failed, now)
+                job_status(
+                    name,
+                    self._domain.members_of(job),
+                    job.book,
+                    job.ready,
+                    job.failed,
+                    now,
+                    self._domain.limits.jobs.get(name),
+                )
                 for name, job in sorted(self._domain.jobs.items())
                 if only in (None, name)
             ),

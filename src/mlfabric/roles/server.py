@@ -248,7 +248,8 @@ class Server:
             names = ", ".join(m.update for w in waiting for m in w.slot.members)
             note = Note("overtook", f"{names} still in transit, within their bound", _names(members))
             actions.append(note)
-        return [*actions, MeasureStep(self._shard, parcel.buffer, parcel.weight, len(members))]
+        step = MeasureStep(self._shard, parcel.buffer, parcel.weight, len(members), parcel.settings)
+        return [*actions, step]
 
     def _measured(self, event: StepMeasured, now: float) -> list[Action]:
         staged = self._staged

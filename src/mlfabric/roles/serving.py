@@ -1,4 +1,4 @@
-"""A server's side of pulls: one snapshot per version, shared by all who asked for it.
+"""A holder's side of pulls: one snapshot per version, shared by all who asked for it.
 
 A checkpoint waits until the order has reached its number, and holds back what comes after it, so that all
 shards are caught at the same place.
@@ -22,7 +22,7 @@ class _Snapshot:
 class Serving:
     def __init__(self, shard: int, epoch: int) -> None:
         self._shard = shard
-        self._epoch = epoch
+        self.epoch = epoch
         self.wanted: list[ServePull] = []  # not served yet
         self._snapshots: dict[tuple[int, bool], _Snapshot] = {}  # by version and whether it has state
         self._under_way: dict[str, tuple[str, tuple[int, bool]]] = {}  # transfer -> (pull, snapshot)
@@ -48,20 +48,20 @@ class Serving:
         key = (version, pull.with_state)
         actions: list[Action] = []
         if key not in self._snapshots:
-            buffer = f"model/{self._shard}/{self._epoch}.{version}.{int(pull.with_state)}"
+            buffer = f"model/{self._shard}/{self.epoch}.{version}.{int(pull.with_state)}"
             self._snapshots[key] = _Snapshot(buffer)
             actions.append(SnapshotShard(self._shard, buffer, pull.with_state))
         snapshot = self._snapshots[key]
         snapshot.users += 1
         self._sent += 1  # the same pull may be asked for twice, after a fault
-        transfer = f"{pull.pull}/{self._shard}/{self._epoch}.{version}/{self._sent}"
+        transfer = f"{pull.pull}/{self._shard}/{self.epoch}.{version}/{self._sent}"
         self._under_way[transfer] = (pull.pull, key)
         start = StartTransfer(
             transfer=transfer,
             node=pull.node,
             role="worker",
             buffer=snapshot.buffer,
-            about=ModelPart(pull.pull, self._shard, Version(self._epoch, version), pull.with_state),
+            about=ModelPart(pull.pull, self._shard, Version(self.epoch, version), pull.with_state),
             rate_bytes_per_s=pull.rate_bytes_per_s,
         )
         return [*actions, start]

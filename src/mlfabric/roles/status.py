@@ -13,7 +13,12 @@ RATE_OVER_S = 10.0
 
 
 def member_status(
-    member: MemberInfo, lease: LeaseRecord, network: Network, book: OrderBook | None, draining: str
+    member: MemberInfo,
+    lease: LeaseRecord,
+    network: Network,
+    book: OrderBook | None,
+    draining: str,
+    limit_bytes_per_s: float | None = None,
 ) -> MemberStatus:
     host = network.hosts[member.host]
     shards = [shard.range for shard in book.shards.values()] if book is not None else []
@@ -30,15 +35,16 @@ def member_status(
         lease_s=lease.lease_s,
         silent_s=lease.silent_s,
         draining=draining,
+        limit_bytes_per_s=limit_bytes_per_s,
     )
 
 
 def job_status(
     name: str, members: Mapping[str, MemberInfo], book: OrderBook | None, ready: bool, failed: str | None,
-    now: float,
+    now: float, max_rate: float | None = None,
 ) -> JobStatus:  # fmt: skip
     if book is None:
-        return JobStatus(name, len(members), ready, failed, (), 0, 0, 0, 0, 0.0)
+        return JobStatus(name, len(members), ready, failed, (), 0, 0, 0, 0, 0.0, max_rate)
     waiting, granted = book.entries.open_counts()
     recent = sum(count for at, count in book.recent if at > now - RATE_OVER_S)
     return JobStatus(
@@ -63,4 +69,5 @@ def job_status(
         applied=min((shard.version for shard in book.shards.values()), default=0),
         dropped=book.entries.counts["dropped"] + book.entries.counts["dropped_late"],
         applied_per_s=recent / len(book.shards) / RATE_OVER_S if book.shards else 0.0,
+        max_rate_bytes_per_s=max_rate,
     )

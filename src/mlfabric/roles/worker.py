@@ -41,7 +41,9 @@ from mlfabric.messages import (
     PublishRefused,
     PublishWanted,
     PullFailed,
+    PullWanted,
     ShardRange,
+    StepSettings,
     UpdateApplied,
     UpdateDurable,
     UpdatePart,
@@ -81,6 +83,7 @@ class _Update:
     size_bytes: int
     bases: tuple[Version, ...]
     norm: float
+    settings: StepSettings | None
     acks: dict[int, UpdateApplied] = field(default_factory=dict)
     transfers: dict[str, int] = field(default_factory=dict)  # under way: transfer -> shard
     starts: list[tuple[float, float, PartRoute]] = field(default_factory=list)  # (when, weight, part)
@@ -103,6 +106,7 @@ class Worker:
         self._shards: dict[int, ShardRange] = {}
         self._bases: tuple[Version, ...] = ()
         self._codec = ""
+        self._every = 0  # gradients that make one step; 0: each update is one
         self._publication = Publication(settings.node)
         self._fetching = Fetching(settings.scheduler, self._shards)
         self._durability = Durability(self._shards)
@@ -117,8 +121,8 @@ class Worker:
                 return self._on_message(message, now)
             case UpdateSubmitted():
                 return self._submit(event)
-            case PullRequested(pull=pull, with_state=with_state):
-                return self._fetching.begin(pull, with_state)
+            case PullRequested():
+                return self._want_pull(event)
             case TransferArriving(about=ModelPart() as about):
                 return self._fetching.accept(event, about)
             case TransferArriving():
@@ -179,6 +183,7 @@ class Worker:
         self._shards.clear()
         self._shards.update({shard.index: shard for shard in message.shards})
         self._codec = message.settings.codec if message.settings.codec != "float32" else ""
+        self._every = message.settings.wait_for
         if not self._bases:
             self._bases = tuple(Version(0, message.version) for _ in message.shards)
         ready = JobBecameReady(message.arrays, message.shards, message.settings, message.rule)
@@ -195,7 +200,11 @@ class Worker:
                 ResolveUpdate(event.update, False, reason="nothing is published in this job yet"),
             ]
         self._updates[event.update] = _Update(
-            event.buffer, event.size_bytes, event.bases or self._bases, event.norm
+            event.buffer,
+            event.size_bytes,
+            self._began(event.bases or self._bases),
+            event.norm,
+            event.settings,
         )
         self._next_number = split_update_id(event.update)[1] + 1
         self._counts["offered"] += 1
@@ -241,7 +250,7 @@ class Worker:
             node=part.node,
             role=part.role,
             buffer=held.buffer,
-            about=UpdatePart(update, part.shard, part.epoch, weight, part.group, part.term),
+            about=UpdatePart(update, part.shard, part.epoch, weight, part.group, part.term, held.settings),
             rate_bytes_per_s=part.rate_bytes_per_s,
             ranges=((shard.start, shard.count),),
             scale=weight,
@@ -374,6 +383,21 @@ class Worker:
                 ResolveDurable(update, f"update {update} is not committed yet; wait for its result first")
             ]
         return self._durability.want(update)
+
+    def _want_pull(self, event: PullRequested) -> list[Action]:
+        """For the next step, the model has to hold the step that our last update was for."""
+        clock = -1 if event.aside else self._counts["committed"] + self._counts["dropped"]
+        after = 0
+        if self._every and clock > self._fetching.pulled_at:
+            after = min(base.count for base in self._began(self._bases)) + self._every
+        first = not (self._fetching.has_model or event.with_state or self._counts["offered"])
+        return self._fetching.begin(PullWanted(event.pull, event.with_state, first, clock, after))
+
+    def _began(self, bases: tuple[Version, ...]) -> tuple[Version, ...]:
+        """Where one step takes several gradients, the versions at which it began: its weights are theirs."""
+        if not self._every:
+            return bases
+        return tuple(Version(base.epoch, base.count - base.count % self._every) for base in bases)
 
     def _model_arrived(self, transfer: str) -> list[Action]:
         complete = self._fetching.arrived(transfer)

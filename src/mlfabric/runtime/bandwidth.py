@@ -27,9 +27,12 @@ SAMPLE_S = 0.05
 BEGINNING_S = 0.02
 # The highest of the last few samples tells of a changed link soon: a link can't carry more than it can carry,
 # but a moment's hiccup is no slow link. What differs by less than a jump is noise, and smoothed over more.
+# A fall to less than half takes one sample less to believe: the sooner, the less goes the wrong way.
 SOON_SAMPLES = 3
+FALL_SAMPLES = 2
 STEADY_SAMPLES = 20
 JUMP = 0.25
+FALL = 0.5
 # A sender whose uplink carries less than this share of what it can is not held back by its uplink.
 UPLINK_FREE = 0.75
 # What a peer said of us holds this long; a slow link brings its next word late.
@@ -85,11 +88,16 @@ class RateMeter:
         if self.rate is None:
             self.rate = soon if enough and soon > 0 else None
         elif soon > (1 + JUMP) * self.rate or (enough and 0 < soon < (1 - JUMP) * self.rate):
-            self.rate = soon
-            self._samples = deque(samples[-1:], maxlen=STEADY_SAMPLES)
+            self._jump(soon)
+        elif len(samples) >= FALL_SAMPLES and 0 < (fallen := max(samples[-FALL_SAMPLES:])) < FALL * self.rate:
+            self._jump(fallen)
         elif enough:
             upper = sorted(samples)[len(samples) // 2 :]  # being interrupted makes samples low, never high
             self.rate = sum(upper) / len(upper)
+
+    def _jump(self, rate: float) -> None:
+        self.rate = rate
+        self._samples = deque([self._samples[-1]], maxlen=STEADY_SAMPLES)
 
 
 class HostRates:
@@ -104,13 +112,17 @@ class HostRates:
         self._backlog: list[bool] = []
         self._busy: list[int] = []
 
-    def look(self, now: float, flows: Sequence[FlowState]) -> list[bool]:
-        """Take a look at all flows; which of them are pressed by their receiver rather than by our uplink."""
+    def look(self, now: float, flows: Sequence[FlowState], held_back: bool = False) -> list[bool]:
+        """Take a look at all flows; which of them are pressed by their receiver rather than by our uplink.
+
+        While we hold our bytes back ourselves (`held_back`) they say nothing about any link.
+        """
         backlog = [flow.waiting_bytes >= BACKLOG_BYTES for flow in flows]
         near = [index for index, flow in enumerate(flows) if not flow.far]
         if len(near) < 2:
             near = list(range(len(flows)))
-        up_limits = sum(backlog[index] for index in near) >= max(2, (len(near) + 1) // 2)
+        waiting = sum(backlog[index] for index in near)
+        up_limits = waiting >= max(2, (len(near) + 1) // 2) and not held_back
         acked = sum(flow.acked_bytes for flow in flows)
         pressing = sum(flows[index].pressed_by_peer for index in near)
         down_limits = pressing >= max(2, NEARLY_ALL * len(near))
@@ -121,7 +133,7 @@ class HostRates:
         free = not up_limits and self._uplink_is_free(now, acked)
         before, self._backlog = self._backlog, backlog
         self._last = (now, acked)
-        if not free or len(before) != len(backlog):
+        if held_back or not free or len(before) != len(backlog):
             return [False] * len(flows)
         return [now_waits and waited for now_waits, waited in zip(backlog, before, strict=True)]
 

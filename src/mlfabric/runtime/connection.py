@@ -7,18 +7,28 @@ goes both ways. The engine owns it and decides when to read and write.
 
 from __future__ import annotations
 
+import socket
+import struct
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from mlfabric.runtime.allowance import Allowance
+from mlfabric.runtime.flows import RAISE, BulkState
 from mlfabric.runtime.link import Link
 from mlfabric.runtime.pacing import set_pace
-from mlfabric.runtime.tls import AnySocket
+from mlfabric.runtime.tls import AnySocket, TlsSocket
 from mlfabric.runtime.trust import Handshake, Purpose
 from mlfabric.wire import CHUNK_BYTES, MAX_DATA_BYTES, Frame, FrameReader, Kind, data_header, encode_frame
 
 # How much one connection may receive before others get their turn.
 READ_BUDGET_BYTES = 4 * 2**20
+# A transfer may go so much faster than planned: a link that got faster is noticed by that.
+HEADROOM = 1.25
+# In the kernel's struct tcp_info: bytes acknowledged, microseconds busy, and of them held back by the window.
+_ACKED_AT = 120
+_TCP_INFO = struct.Struct("=Q40xQQ")
 
 
 @dataclass(slots=True)
@@ -67,7 +77,9 @@ class Connection:
         self._current: Sending | None = None
         self._chunk = 0
         self._paced_for: Sending | None = None
+        self._pace = float("inf")  # bytes per second that the kernel sends at most
         self._scratch: bytearray | None = None
+        self.allowance: Allowance | None = None  # of bulk bytes
 
     @property
     def purpose(self) -> Purpose | None:
@@ -97,16 +109,23 @@ class Connection:
     def wants_write(self) -> bool:
         if self.connected and getattr(self.sock, "waits_to_read", False):
             return False
+        if self.connected and self.allowance is not None and not self.allowance.may_send(time.monotonic()):
+            return False
         return not self.connected or bool(self._buffers or self._frames or (self.ready and self.sendings))
 
     def pump(self) -> list[Sending]:
         """Send what the socket takes; the transfers that are now completely on their way."""
         finished: list[Sending] = []
+        allowance = self.allowance
         while self._buffers or self._load(finished):
+            if allowance is not None and not allowance.may_send(time.monotonic()):
+                break
             try:
-                sent = self.sock.sendmsg(self._buffers)
+                sent = self.sock.sendmsg(self._allowed())
             except BlockingIOError:
                 break
+            if allowance is not None:
+                allowance.took(sent)
             while sent:
                 first = self._buffers[0]
                 if sent >= len(first):
@@ -119,6 +138,11 @@ class Connection:
                 self._current.offset += self._chunk
                 self._current = None
         return finished
+
+    def _allowed(self) -> Sequence[memoryview]:
+        if self.allowance is None or isinstance(self.sock, TlsSocket):  # TLS can't take a piece back
+            return self._buffers
+        return self.allowance.cut(self._buffers)
 
     def _load(self, finished: list[Sending]) -> bool:
         """Choose the next bytes to send; False: there are none."""
@@ -141,8 +165,9 @@ class Connection:
 
     def _chunk_of(self, sending: Sending) -> list[memoryview]:
         if self._paced_for is not sending:
-            set_pace(self.sock, sending.rate_bytes_per_s)
             self._paced_for = sending
+            planned = sending.rate_bytes_per_s
+            self._set_pace(float("inf") if planned is None else HEADROOM * planned)
         buffers = []
         if not sending.opened:
             sending.opened = True
@@ -152,6 +177,21 @@ class Connection:
         if len(chunk):
             buffers += [memoryview(data_header(sending.stream, len(chunk))), chunk]
         return buffers
+
+    def _set_pace(self, pace: float) -> None:
+        if pace != self._pace:
+            self._pace = pace
+            set_pace(self.sock, pace if pace < float("inf") else None)
+
+    def raise_pace(self) -> None:
+        """What is being sent goes as fast as it may: let it go faster."""
+        self._set_pace(RAISE * self._pace)
+
+    def bulk_state(self) -> BulkState:
+        """How the transfers on this connection fare, as the kernel sees it."""
+        info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+        acked, busy, window = _TCP_INFO.unpack_from(info, _ACKED_AT)
+        return BulkState(acked, busy, window, self._pace, bool(self.sendings))
 
     # --- receiving --------------------------------------------------------------------------------------
 

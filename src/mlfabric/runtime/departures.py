@@ -1,7 +1,8 @@
 """Who is gone: what a lost connection, the scheduler's word or a peer's silence says about a peer.
 
-A peer is gone with its last connection. One that the scheduler gives up for its silence keeps its link while
-bytes come over it: it may merely be busy.
+A peer is gone with its last connection. One that the scheduler gives up for its silence keeps its link: it
+may merely be busy. So does one whose other connections have ended: it may be the one that gave us up. A
+process that ends closes its link too.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from mlfabric.node import Node
 from mlfabric.runtime.connection import Connection
@@ -48,6 +49,12 @@ class Departures:
     def spoken(self, peer: str) -> None:
         """It has proved itself just now."""
         self._looked.pop(peer, None)
+        self._doubted.pop(peer, None)
+
+    def listed(self, peers: Iterable[str]) -> None:
+        """The scheduler hears them, some of them again."""
+        for peer in peers:
+            self._doubted.pop(peer, None)
 
     def lose(self, connection: Connection, reason: str) -> None:
         """A connection is gone. Its peer is gone with the last one; others may still carry bytes."""
@@ -87,8 +94,8 @@ class Departures:
     def give_up(self, peer: str, reason: str) -> None:
         """The scheduler hears nothing of a peer. Its place in the order is taken by others at once, but a
         process that is merely busy, with the interpreter held, goes on with its collectives."""
-        link = self._links.get(peer)
-        if link is None or link not in self._connections or link.link is None:
+        link = self._link(peer)
+        if link is None or link.link is None:
             self.down(peer, reason)
             return
         self.leaving.pop(peer, None)
@@ -98,11 +105,16 @@ class Departures:
         self._doubted[peer] = (time.monotonic() + SILENT_LINK_S, link.link.received_bytes, reason)
         self._node.peer_lost(peer, reason)
 
+    def _link(self, peer: str) -> Connection | None:
+        """Its open link, if there is one."""
+        connection = self._links.get(peer)
+        return connection if connection in self._connections else None
+
     def expire(self, now: float) -> None:
-        """Those whose time is up are gone."""
+        """Those whose time is up are gone; of those that closed all but the link we wait to hear."""
         for peer, (until, received, reason) in list(self._doubted.items()):
-            connection = self._links.get(peer)
-            if connection is None or connection not in self._connections or connection.link is None:
+            connection = self._link(peer)
+            if connection is None or connection.link is None:
                 del self._doubted[peer]
             elif connection.link.received_bytes != received:
                 del self._doubted[peer]  # it speaks
@@ -110,4 +122,4 @@ class Departures:
                 self.down(peer, reason)
         for peer, (until, reason) in list(self.leaving.items()):
             if now >= until:
-                self.down(peer, reason)
+                self.give_up(peer, reason)

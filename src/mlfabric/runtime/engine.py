@@ -15,15 +15,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 
-from mlfabric.client import Client, OperationCall
+from mlfabric.client import Answers, Client, NodeCourier
 from mlfabric.collective.switchboard import Switchboard
 from mlfabric.config import parse_address
 from mlfabric.data import DataPlane
-from mlfabric.eventlog import LogSink
-from mlfabric.events import Event, RatesMeasured
+from mlfabric.eventlog import FileLog, LogSink
+from mlfabric.events import FlowsMeasured, GroupRequested, RatesMeasured
+from mlfabric.groupcalls import GroupCalls
 from mlfabric.messages import (
     LEFT,
     ControlMessage,
@@ -35,10 +34,12 @@ from mlfabric.messages import (
 )
 from mlfabric.node import Node
 from mlfabric.numerics import Vector
-from mlfabric.roles.actions import Action, FailJob, Note
+from mlfabric.roles.actions import Action, FailJob, LimitSending, Note
+from mlfabric.runtime.allowance import Allowance
 from mlfabric.runtime.clock import HostClock
 from mlfabric.runtime.complaints import Complaints, host_of, origin_of
 from mlfabric.runtime.connection import Connection
+from mlfabric.runtime.counters import Traffic
 from mlfabric.runtime.departures import Departures
 from mlfabric.runtime.incoming import Incoming
 from mlfabric.runtime.link import Closed, Link
@@ -48,13 +49,14 @@ from mlfabric.runtime.questions import who_schedules
 from mlfabric.runtime.reception import Reception
 from mlfabric.runtime.roster import Roster
 from mlfabric.runtime.tls import Tls
-from mlfabric.runtime.transfers import Traffic, Transfers
+from mlfabric.runtime.transfers import Transfers
 from mlfabric.runtime.trust import Purpose, Refused, encode_refusal
 from mlfabric.wire import Kind, WireError, encode_frame, encode_message
 
 logger = logging.getLogger("mlfabric")
 
 EXPIRE_S = 0.01  # how often it is looked whose time is up
+MAX_UNADDRESSED = 256  # messages that wait for the address of their receiver
 
 
 class Engine:
@@ -68,11 +70,17 @@ class Engine:
         insecure: bool = False,
         job_secrets: Mapping[str, bytes] | None = None,
         tls: Tls | None = None,
+        pace: bool = False,
     ) -> None:
         self.name = name
+        self.log = log
+        self.allowance = Allowance()
         self.node = Node(name, self, data, log)
-        self.mesh = Mesh(Switchboard(name), self._open_link, self._link_ended)
-        self.client = Client(self.node, self._post, self.call, self.mesh.board)
+        self.mesh = Mesh(Switchboard(name), self._open_link, self._link_ended, pace)
+        self.groups = GroupCalls(name, self.mesh.board, self.call, self._request_group)
+        self.client = Client(NodeCourier(self.node, self.call, self.groups), self.groups)
+        self.answers: Answers = self.client
+        self.workers: tuple[str, ...] = ()  # of our job, as the scheduler last told
         self._complaints = Complaints()
         self.reception = Reception(name, listen, secret, insecure, job_secrets, tls, self._complaints)
         self._listener = self.reception.listener
@@ -94,7 +102,8 @@ class Engine:
         self._watch = self._roster.watch
         self._links: dict[str, Connection] = {}
         self._links_wanted: set[str] = set()  # peers whose address nobody knows yet
-        self._transfers = Transfers(self.node, lambda peer: self._to(peer, Purpose.BULK))
+        self._unaddressed: deque[tuple[str, bytes]] = deque(maxlen=MAX_UNADDRESSED)  # messages for such
+        self._transfers = Transfers(self.node, lambda peer: self._to(peer, Purpose.BULK), self.allowance)
         self._departures = Departures(self.node, self.mesh, self._transfers, self._roster, self._links)
         self._leaving = self._departures.leaving
         self._incoming = Incoming(
@@ -111,7 +120,7 @@ class Engine:
         self._stopping = False
         self._linger_until: float | None = None
         self._said_goodbye = False
-        self._thread = threading.Thread(target=self._main, name=f"mlfabric-{name}", daemon=True)
+        self.thread = threading.Thread(target=self._main, name=f"mlfabric-{name}", daemon=True)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -121,14 +130,19 @@ class Engine:
     def traffic(self) -> Traffic:
         return self._transfers.traffic
 
+    @property
+    def noticed_s(self) -> list[float]:
+        """When the rates of this host were seen to change, lately."""
+        return self.mesh.rates.noticed
+
     def start(self) -> None:
-        self._thread.start()
+        self.thread.start()
 
     def stop(self, linger_s: float = 1.0) -> None:
         """Wait for the scheduler's good-bye, for a short while at most, then close everything."""
         self.call(lambda: self._begin_stop(linger_s))
-        if threading.current_thread() is not self._thread:
-            self._thread.join(linger_s + 5.0)
+        if threading.current_thread() is not self.thread:
+            self.thread.join(linger_s + 5.0)
 
     def _begin_stop(self, linger_s: float) -> None:
         self._linger_until = time.monotonic() + linger_s
@@ -138,19 +152,22 @@ class Engine:
         if node in self._links_wanted:
             self._links_wanted.discard(node)
             self._open_link(node)
+        waiting = [frame for each, frame in self._unaddressed if each == node]
+        if waiting:
+            self._unaddressed = deque(
+                (entry for entry in self._unaddressed if entry[0] != node), MAX_UNADDRESSED
+            )
+            connection = self._to(node, Purpose.CONTROL)
+            if connection is not None:
+                for frame in waiting:
+                    connection.queue_frame(frame)
+                self._watch(connection)
 
     def call(self, do: Callable[[], None]) -> None:
         """Have something done on the engine's thread."""
         self._calls.append(do)
         with contextlib.suppress(OSError):  # it is awake already, or gone
             self._wake_out.send(b"x")
-
-    def _post(self, role: str, event: Event, before: Callable[[], None]) -> None:
-        def do() -> None:
-            before()
-            self.node.post(role, event)
-
-        self.call(do)
 
     # --- collectives --------------------------------------------------------------------------------------
 
@@ -161,14 +178,8 @@ class Engine:
     def adopt_shares(self, shares: SharesPlanned) -> None:
         self.mesh.board.adopt(shares)
 
-    def waiting_for(self, call: OperationCall) -> str:
-        """Who or what a collective call waits for, in words."""
-        answer: Future[str] = Future()
-        self.call(lambda: answer.set_result(self.client.waiting_for(call)))
-        try:
-            return answer.result(1.0)
-        except FutureTimeout:
-            return "the engine is busy"
+    def _request_group(self, name: str, nodes: tuple[str, ...]) -> None:
+        self.node.post("participant", GroupRequested(name, nodes))
 
     # --- the loop ---------------------------------------------------------------------------------------
 
@@ -178,11 +189,11 @@ class Engine:
                 self._turn()
         except Exception as error:  # the thread must not die silently: whoever waits would wait for ever
             logger.exception("the engine of %s failed", self.name)
-            self.client.resolve(FailJob(f"the engine of {self.name} failed: {error!r}"))
+            self.answers.resolve(FailJob(f"the engine of {self.name} failed: {error!r}"))
         finally:
             self._close_all()
-            self.client.resolve(FailJob(f"{self.name} has left the fabric"))
-            self.client.end_groups(f"{self.name} has left the fabric")
+            self.answers.resolve(FailJob(f"{self.name} has left the fabric"))
+            self.answers.end_groups(f"{self.name} has left the fabric")
 
     def _turn(self) -> None:
         self._watch_mesh()
@@ -200,21 +211,33 @@ class Engine:
                     self._write(connection)
                 if mask & selectors.EVENT_READ and connection in self._connections:
                     self._read(connection)
-        now = time.monotonic()
-        if links_wait or (self.mesh.rests and now >= self.mesh.rest_until):
-            self.mesh.serve(now)
+        if links_wait or (self.mesh.rests and time.monotonic() >= self.mesh.rest_until):
+            self.mesh.serve(time.monotonic())
         while self._calls:
             self._calls.popleft()()
         self.mesh.flush()
+        now = time.monotonic()
+        if self.allowance.waits and self.allowance.may_send(now):
+            self._send_on()
         at = self.node.next_deadline()
         if at is not None and at <= self._anchor + now:
             self.node.tick()
         rates = self.mesh.look(now)
         if rates is not None:
             self.node.post("member", RatesMeasured(*rates))
+        flows = self._transfers.look(time.monotonic(), self.mesh.board.busy)
+        if flows:
+            self.node.post("member", FlowsMeasured(tuple((f.peer, f.bytes_per_s, f.limited) for f in flows)))
         if now >= self._expire_at:
             self._expire_at = now + EXPIRE_S
             self._expire()
+
+    def _send_on(self) -> None:
+        """Those who had sent as much as they may go on."""
+        self.allowance.waits = False
+        self.mesh.resume()
+        for connection in self._transfers.under_way():
+            self._watch(connection)
 
     def _watch_mesh(self) -> None:
         """While the links rest, what comes over them wakes nobody."""
@@ -235,9 +258,13 @@ class Engine:
         at = self.node.next_deadline()
         if at is not None:
             until = min(until, at - self._anchor)
-        look_at = self.mesh.next_look(now)
-        if look_at is not None:
-            until = min(until, look_at)
+        for wanted_at in (
+            self.mesh.next_look(now),
+            self._transfers.next_look(now),
+            self.allowance.next_s(now),
+        ):
+            if wanted_at is not None:
+                until = min(until, wanted_at)
         if self._linger_until is not None or self._leaving:
             until = min(until, now + EXPIRE_S)
         return max(until - now, 0.0)
@@ -271,6 +298,8 @@ class Engine:
         self.mesh.close()
         self._wake_in.close()
         self._wake_out.close()
+        if isinstance(self.log, FileLog):
+            self.log.close()
 
     # --- connections ------------------------------------------------------------------------------------
 
@@ -355,7 +384,9 @@ class Engine:
         share_evenly(connection.sock)
         notice_death(connection.sock)
         self._selector.unregister(connection.sock)
-        connection.link = Link(connection.sock, connection.peer, self.mesh.board)
+        connection.link = Link(
+            connection.sock, connection.peer, self.mesh.board, self.allowance, self.traffic
+        )
         self._links[connection.peer] = connection
         self.mesh.add(connection.link)
 
@@ -373,11 +404,13 @@ class Engine:
 
     def send(self, node: str, role: str, message: ControlMessage, cause: str) -> None:
         connection = self._to(node, Purpose.CONTROL)
-        if connection is None:
-            logger.debug("%s: nobody to send %s to: %s is unknown", self.name, type(message).__name__, node)
-            return
-        connection.queue_frame(encode_message(role, message, cause))
-        self._watch(connection)
+        if connection is not None:
+            connection.queue_frame(encode_message(role, message, cause))
+            self._watch(connection)
+        elif node not in self._addresses:
+            # Whoever sends us something may come before the word of who it is.
+            logger.debug("%s: %s for %s waits for its address", self.name, type(message).__name__, node)
+            self._unaddressed.append((node, encode_message(role, message, cause)))
 
     def start_transfer(
         self, node: str, header: TransferHeader, payload: Vector, rate_bytes_per_s: float | None
@@ -396,10 +429,14 @@ class Engine:
     def observe(self, message: Members | HeartbeatSeen | NodeLost) -> None:
         match message:
             case Members(members=members):
+                self.workers = tuple(member.node for member in members if "worker" in member.roles)
                 for member in members:
                     self.mesh.place(member.node, member.rack)
                     if member.node != self.name and member.address:
                         self.know(member.node, parse_address(member.address))
+                # In turn: what was said of them before is still to be done.
+                names = [member.node for member in members]
+                self.call(lambda: self._departures.listed(names))
             case HeartbeatSeen(sent_s=sent, seen_s=seen):
                 self._clock.answered(sent, seen)
             case NodeLost(node=node) if node == self.name:
@@ -410,5 +447,7 @@ class Engine:
     def resolve(self, action: Action) -> None:
         if isinstance(action, Note):
             logger.warning("%s: %s", action.what, action.reason)
+        elif isinstance(action, LimitSending):
+            self.allowance.set_limit(action.bytes_per_s, time.monotonic())
         else:
-            self.client.resolve(action)
+            self.answers.resolve(action)

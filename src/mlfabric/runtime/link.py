@@ -16,7 +16,9 @@ from collections import deque
 
 from mlfabric.collective.frames import HEADER_BYTES, FrameHeader, FrameKind, unpack_header
 from mlfabric.collective.switchboard import OutFrame, Switchboard
+from mlfabric.runtime.allowance import Allowance
 from mlfabric.runtime.bandwidth import PRESSED_S, FlowState
+from mlfabric.runtime.counters import Traffic
 from mlfabric.runtime.tls import AnySocket, TlsSocket
 
 # Bytes read beyond a chunk: the next header, and short frames that follow each other.
@@ -39,14 +41,25 @@ class Closed(Exception):  # noqa: N818 - how a link ends
 
 
 class Link:
-    def __init__(self, sock: AnySocket, peer: str, board: Switchboard) -> None:
+    def __init__(
+        self,
+        sock: AnySocket,
+        peer: str,
+        board: Switchboard,
+        allowance: Allowance | None = None,
+        traffic: Traffic | None = None,
+    ) -> None:
         self.sock = sock
         # TLS takes and gives a record at a time, and may hold bytes that the kernel knows nothing of.
         self._sealed = isinstance(sock, TlsSocket)
         self.peer = peer
         self.received_bytes = 0
         self.moved_bytes = 0  # both ways, since the mesh looked
+        self.sent_bytes = 0  # given to the kernel, ever
         self._board = board
+        self._allowance = allowance or Allowance()
+        self._traffic = traffic or Traffic()
+        self.held = False  # it may send no more for now
         self._frames: deque[OutFrame] = deque()  # handed out, not yet all in the kernel's hands
         self._out: list[memoryview] = []
         self._left: deque[int] = deque()  # bytes of each of those frames still to go
@@ -65,15 +78,22 @@ class Link:
 
     def pump(self) -> bool:
         """Send until the kernel takes no more (True) or there is nothing left to send (False)."""
-        self.blocked = False
+        self.blocked = self.held = False
+        allowance = self._allowance
         while self._out or self._load():
+            if allowance.limit_bytes_per_s is not None and not allowance.may_send(time.monotonic()):
+                self.held = True
+                break
+            allowed = self._out if self._sealed else allowance.cut(self._out)
             try:
-                count = self.sock.sendmsg(self._out)
+                count = self.sock.sendmsg(allowed)
             except BlockingIOError:
                 self.blocked = True
                 break
+            allowance.took(count)
             self.moved_bytes += count
-            if not self._advance(count) and not self._sealed:
+            self.sent_bytes += count
+            if not self._advance(count) and not self._sealed and allowed is self._out:
                 self.blocked = True
                 break
         return self.blocked
@@ -118,6 +138,8 @@ class Link:
         if self._left:
             self._left[0] -= count
         for frame in done:
+            if frame.payload is not None:
+                self._traffic.count_sent(self.peer, len(frame.payload))
             self._board.sent(frame)
         return not out
 
@@ -200,6 +222,7 @@ class Link:
         header, place = self._header, self._place
         assert header is not None
         self._header, self._place, self._target = None, None, memoryview(b"")
+        self._traffic.count_received(self.peer, header.length)
         self._board.received(self.peer, header, place)
 
     def _set_low_water(self, rests: bool) -> None:

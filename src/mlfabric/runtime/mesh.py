@@ -15,6 +15,7 @@ from collections.abc import Callable
 from mlfabric.collective.switchboard import Switchboard
 from mlfabric.runtime.bandwidth import TICK_S, HostRates
 from mlfabric.runtime.link import Closed, Link
+from mlfabric.runtime.pacer import Pacer
 from mlfabric.runtime.pacing import NOTSENT_BYTES
 from mlfabric.runtime.trust import Refused
 from mlfabric.wire import WireError
@@ -37,7 +38,11 @@ class Mesh:
     """The links of a node. `open_link` is the engine's way to one; `ended` hears how one ended."""
 
     def __init__(
-        self, board: Switchboard, open_link: Callable[[str], None], ended: Callable[[Link, LinkEnd], None]
+        self,
+        board: Switchboard,
+        open_link: Callable[[str], None],
+        ended: Callable[[Link, LinkEnd], None],
+        pace: bool = False,
     ) -> None:
         self.board = board
         self.rates = HostRates()
@@ -53,6 +58,9 @@ class Mesh:
         self._gauged_at = 0.0
         self._fastest = 0.0  # bytes per second over one link, lately
         self._rest_s = 0.0
+        self._pacer = Pacer(self._links) if pace else None
+        if self._pacer is not None:
+            board.listener = self._pacer
 
     def fileno(self) -> int:
         return self._epoll.fileno()
@@ -68,7 +76,7 @@ class Mesh:
 
     def next_look(self, now: float) -> float | None:
         """When the flows have to be looked at again; None: nothing is under way."""
-        if not self.board.busy or len(self._links) < 2:
+        if not self.board.busy or (len(self._links) < 2 and self._pacer is None):
             self._look_at = None
         elif self._look_at is None:
             self._look_at = now
@@ -79,10 +87,16 @@ class Mesh:
         if self._look_at is None or now < self._look_at:
             return None
         self._look_at = now + TICK_S
+        held_back = False
+        if self._pacer is not None:
+            self._pacer.look(now)
+            held_back = self._pacer.holds_back(self.rates.up.rate)
         links = list(self._links.values())
+        if len(links) < 2:
+            return None
         home = self._racks.get(self.board.node)
         flows = [link.state(now, self._racks.get(link.peer) != home) for link in links]
-        for link, pressed in zip(links, self.rates.look(now, flows), strict=True):
+        for link, pressed in zip(links, self.rates.look(now, flows, held_back), strict=True):
             link.pressed = pressed
         return self.rates.news(now)
 
@@ -164,6 +178,11 @@ class Mesh:
             return 0.0
         rest_s = min(REST_S * min(1.0, to_come / HURRY_BYTES), RESTED_BYTES / self._fastest)
         return rest_s if rest_s >= LEAST_REST_S else 0.0
+
+    def resume(self) -> None:
+        """Links that had sent as much as they may go on."""
+        self.board.woken.update(link.peer for link in self._links.values() if link.held)
+        self.flush()
 
     def flush(self) -> None:
         """Send whatever became possible."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from mlfabric.config import format_address, parse_address
 from mlfabric.errors import ConnectError
-from mlfabric.messages import ControlMessage, DrainWanted, StatusWanted
+from mlfabric.messages import ControlMessage, DrainWanted, LimitWanted, StatusWanted
 from mlfabric.runtime.tls import Tls
 from mlfabric.runtime.trust import NONCE_BYTES, Handshake, Purpose, Refused
 from mlfabric.wire import (
@@ -24,6 +26,14 @@ from mlfabric.wire import (
 )
 
 RETRY_S = 0.1
+
+
+class NobodyThereError(ConnectError):
+    """No scheduler was found in time, and nobody who knows one."""
+
+
+class NoSchedulerError(NobodyThereError):
+    """A member answered, who knows of no scheduler at present."""
 
 
 class Found(NamedTuple):
@@ -41,9 +51,14 @@ def find_scheduler(
     timeout_s: float,
     job: str = "",
     tls: Tls | None = None,
+    others: Sequence[tuple[str, int]] = (),
 ) -> Found:
-    """Ask at an address, and wait for somebody to come up there; any member knows who schedules."""
+    """Ask at an address, or at several by turns, and wait for somebody to come up there; any member knows who
+    schedules."""
+    ways = itertools.cycle((address, *others))
+    address = next(ways)
     where = format_address(*address)
+    listed = where if not others else " or ".join(format_address(*each) for each in (address, *others))
     until = time.monotonic() + timeout_s
     while True:
         left = until - time.monotonic()
@@ -57,7 +72,13 @@ def find_scheduler(
                     return Found(scheduler, address, ours)
             address, where = parse_address(elsewhere), elsewhere
             if time.monotonic() + RETRY_S >= until:
-                raise ConnectError(f"{scheduler} at {where} is said to schedule, but did not answer in time")
+                raise NobodyThereError(
+                    f"{scheduler} at {where} is said to schedule, but did not answer in time"
+                )
+            continue
+        except NoSchedulerError:
+            if time.monotonic() + RETRY_S >= until:
+                raise
         except socket.gaierror:
             raise ConnectError(
                 f"the host name in {where} is unknown; check the scheduler's address"
@@ -65,11 +86,15 @@ def find_scheduler(
         except (ConnectionRefusedError, ConnectionResetError, TimeoutError, OSError) as error:
             why = "it did not answer" if isinstance(error, TimeoutError) else (error.strerror or "it hung up")
             if time.monotonic() + RETRY_S >= until:
-                raise ConnectError(
-                    f"no scheduler answered at {where} within {timeout_s:g} s ({why.lower()}); "
-                    f"start one with `mlfabric scheduler --listen {where}` or check the address"
+                raise NobodyThereError(
+                    f"no scheduler answered at {listed} within {timeout_s:g} s ({why.lower()}); "
+                    f"start one with `mlfabric scheduler --listen {format_address(*next(ways))}` "
+                    "or check the address"
                 ) from None
         time.sleep(RETRY_S)
+        # Whom a member took for the scheduler may be gone: ask again where we were told to.
+        address = next(ways)
+        where = format_address(*address)
 
 
 def _hello(name: str, secret: bytes, purpose: Purpose, job: str) -> Handshake:
@@ -79,7 +104,7 @@ def _hello(name: str, secret: bytes, purpose: Purpose, job: str) -> Handshake:
 def ask_scheduler(
     address: tuple[str, int],
     secret: bytes,
-    question: StatusWanted | DrainWanted,
+    question: StatusWanted | DrainWanted | LimitWanted,
     timeout_s: float,
     job: str = "",
     tls: Tls | None = None,
@@ -129,7 +154,9 @@ def _ask(sock: socket.socket, where: str, handshake: Handshake) -> tuple[str, st
     _shake_hands(sock, where, handshake)
     scheduler, elsewhere = handshake.scheduler
     if scheduler != handshake.peer and not elsewhere:
-        raise ConnectError(f"{handshake.peer} at {where} is a member of a fabric that has no scheduler now")
+        raise NoSchedulerError(
+            f"{handshake.peer} at {where} is a member of a fabric that has no scheduler now"
+        )
     return scheduler, elsewhere
 
 

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 
 from mlfabric.config import format_address
 from mlfabric.events import MessageReceived
-from mlfabric.messages import DrainAnswered, DrainWanted, StatusReport, StatusWanted
+from mlfabric.messages import (
+    DrainAnswered,
+    DrainWanted,
+    LimitAnswered,
+    LimitWanted,
+    StatusReport,
+    StatusWanted,
+)
 from mlfabric.node import Node
 from mlfabric.roles.scheduler import Scheduler
 from mlfabric.wire import Frame, Kind, WireError, decode_message
@@ -22,7 +29,7 @@ def who_schedules(node: Node, addresses: Mapping[str, tuple[str, int]]) -> tuple
 
 def answer_question(
     node: Node, asker: str, frame: Frame, only: str | None, now: float
-) -> StatusReport | DrainAnswered:
+) -> StatusReport | DrainAnswered | LimitAnswered:
     """The answer goes back the same way; `only` is the job that may be asked about, None: all of them."""
     scheduler = node.roles.get("scheduler")
     message = decode_message(frame.body).message if frame.kind is Kind.CONTROL else None
@@ -35,4 +42,9 @@ def answer_question(
         if not answer.error:
             node.post("scheduler", MessageReceived(asker, DrainWanted(message.target, only)))
         return answer
+    if isinstance(message, LimitWanted):
+        limited = scheduler.limit(message, only)
+        if not limited.error:
+            node.post("scheduler", MessageReceived(asker, message))
+        return limited
     raise WireError("no question of ours")

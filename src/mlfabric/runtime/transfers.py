@@ -6,30 +6,46 @@ Which connection leads to a peer, and when it is read and written, is the engine
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from mlfabric.messages import TransferHeader
 from mlfabric.node import Node
 from mlfabric.numerics import Vector
+from mlfabric.runtime.allowance import Allowance
 from mlfabric.runtime.connection import Connection, Receiving, Sending
+from mlfabric.runtime.counters import Traffic
+from mlfabric.runtime.flows import TICK_S, FlowSample, FlowWatch
 from mlfabric.wire import Frame, WireError, decode_open, encode_open
 
 
-@dataclass(slots=True)
-class Traffic:
-    """Payload bytes to and from each peer."""
-
-    sent: dict[str, int] = field(default_factory=dict)
-    received: dict[str, int] = field(default_factory=dict)
-
-
 class Transfers:
-    def __init__(self, node: Node, reach: Callable[[str], Connection | None]) -> None:
+    def __init__(self, node: Node, reach: Callable[[str], Connection | None], allowance: Allowance) -> None:
         self._node = node
         self._reach = reach  # the connection for bulk bytes to a peer
+        self._allowance = allowance
         self._sending: dict[str, Connection] = {}  # transfer -> connection
         self._streams = 0
         self.traffic = Traffic()
+        self._flows = FlowWatch()
+        self._look_at: float | None = None
+
+    # --- rates ------------------------------------------------------------------------------------------
+
+    def next_look(self, now: float) -> float | None:
+        """When the flows have to be looked at again; None: nothing is under way."""
+        if self._look_at is None and self._sending:
+            self._look_at = now
+        return self._look_at
+
+    def look(self, now: float, shared: bool) -> tuple[FlowSample, ...]:
+        """See how the flows fare; what of it is news. `shared`: collectives use the same links just now."""
+        if self._look_at is None or now < self._look_at:
+            return ()
+        sending = {c.peer: c for c in self._sending.values() if c.ready and c.sendings}
+        self._look_at = now + TICK_S if self._sending else None
+        states = [(peer, connection.bulk_state()) for peer, connection in sending.items()]
+        for peer in self._flows.look(now, states, shared):
+            sending[peer].raise_pace()
+        return self._flows.news(now)
 
     # --- sending ----------------------------------------------------------------------------------------
 
@@ -45,9 +61,14 @@ class Transfers:
         sending = Sending(
             header.transfer, self._streams, encode_open(header, self._streams), view, rate_bytes_per_s
         )
+        connection.allowance = self._allowance
         connection.sendings.append(sending)
         self._sending[header.transfer] = connection
         return connection
+
+    def under_way(self) -> set[Connection]:
+        """Connections that have something to send."""
+        return set(self._sending.values())
 
     def cancel(self, transfer: str) -> Connection | None:
         """The connection that has to say so; None: there is nothing to say."""
@@ -57,8 +78,7 @@ class Transfers:
     def sent(self, connection: Connection, finished: list[Sending]) -> None:
         for sending in finished:
             self._sending.pop(sending.transfer, None)
-            sent = self.traffic.sent
-            sent[connection.peer] = sent.get(connection.peer, 0) + len(sending.payload)
+            self.traffic.count_sent(connection.peer, len(sending.payload))
             self._node.transfer_sent(sending.transfer)
 
     # --- receiving --------------------------------------------------------------------------------------
@@ -80,8 +100,7 @@ class Transfers:
         if receiving is None:
             return
         receiving.offset += frame.length
-        received = self.traffic.received
-        received[connection.peer] = received.get(connection.peer, 0) + frame.length
+        self.traffic.count_received(connection.peer, frame.length)
         if receiving.offset >= receiving.size_bytes:
             del connection.receiving[frame.stream]
             if receiving.place is not None:

@@ -13,13 +13,14 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mlfabric.client import Answer, Client
+from mlfabric.client import Client, NodeCourier
 from mlfabric.collective.frames import HEADER_BYTES, unpack_header
 from mlfabric.collective.switchboard import OutFrame, Switchboard
 from mlfabric.data import ArrayData, DataPlane
 from mlfabric.errors import FabricError
 from mlfabric.eventlog import LogSink, NoLog
-from mlfabric.events import Event
+from mlfabric.events import GroupRequested
+from mlfabric.groupcalls import Answer, GroupCalls
 from mlfabric.messages import (
     LEFT,
     MEMBER_ROLES,
@@ -408,18 +409,18 @@ class SimNode:
         self._backlog: list[Callable[[], None]] = []
         self.node = Node(name, self, data, sim.log)
         self.board = Switchboard(name)
-        self.client = Client(self.node, self._post, self._call, self.board)
+        groups = GroupCalls(name, self.board, self._call, self._request_group)
+        self.client = Client(NodeCourier(self.node, self._now, groups), groups)
         self.joined: Answer | None = None
         self.warnings: list[str] = []
         self._sim = sim
         self._armed: float | None = None
 
-    def _post(self, role: str, event: Event, before: Callable[[], None]) -> None:
-        def call() -> None:
-            before()
-            self.node.post(role, event)
-
+    def _now(self, call: Callable[[], None]) -> None:
         self._sim.at(self._sim.now, lambda: self.do(call))
+
+    def _request_group(self, name: str, nodes: tuple[str, ...]) -> None:
+        self.node.post("participant", GroupRequested(name, nodes))
 
     def hold(self, call: Callable[[], None]) -> bool:
         """Whether the call has to wait until the process goes on."""

@@ -5,27 +5,25 @@ Which transfers happen, and when, is the policies' business (`sim.asynchronous`,
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from statistics import NormalDist
 from typing import Any, Protocol
 
 import numpy as np
 
 from mlfabric.errors import ScenarioError
 from mlfabric.plan.jobs import split_network
-from mlfabric.scenario import JobSpec, Scenario, uniform
+from mlfabric.scenario import JobSpec, Scenario
 from mlfabric.sim.estimate import Estimator
 from mlfabric.sim.fluid import Fluid, Process
 from mlfabric.sim.streams import Floats, Ints, Path, Stream
 from mlfabric.sim.trouble import Crosses, Trouble
+from mlfabric.steptimes import step_factor
 from mlfabric.topology import Host, Link, Network
 from mlfabric.units import goodput
 
-_NORMAL = NormalDist()
 # Beyond this many hosts rates are worked out again only so many times per nominal transfer of a model; in
 # large clusters half as often.
 EXACT_HOSTS = 32
@@ -168,12 +166,7 @@ class JobRun:
 
     def compute_s(self, worker: int, step: int) -> float:
         """How long this step of this worker takes: nominal, its jitter, and what straggling adds."""
-        name = self.names[worker]
-        factor = 1.0
-        if self.spec.compute_jitter > 0:
-            draw = uniform(self.scenario.seed, "jitter", self.spec.name, name, step)
-            factor = math.exp(self.spec.compute_jitter * _NORMAL.inv_cdf(min(max(draw, 1e-12), 1 - 1e-12)))
-        return self.nominal_s * (factor + self.scenario.straggler_delay(name, step))
+        return self.nominal_s * step_factor(self.scenario, self.spec, self.names[worker], step)
 
     def computing(self, worker: int, step: int, steps: int = 1) -> Process:
         """The time of these steps, longer if the host is paused meanwhile."""

@@ -7,17 +7,20 @@ installed torch finds the backend by itself; otherwise importing this module mak
 """
 
 from mlfabric.autoload import register
-from mlfabric.torch.backend import FabricProcessGroup
+from mlfabric.torch.arithmetic import register_types
+from mlfabric.torch.backend import FabricProcessGroup, Options
 from mlfabric.torch.errors import CollectiveError, CollectiveTimeoutError
 from mlfabric.torch.hook import managed_hook, managed_state
 from mlfabric.torch.training import Training, join
 
 register()
+register_types()
 
 __all__ = [
     "join",
     "Training",
     "FabricProcessGroup",
+    "Options",
     "managed_hook",
     "managed_state",
     "CollectiveError",

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
-from mlfabric.collective.arithmetic import numpy_combine
+from mlfabric.collective.arithmetic import register_combiner
 from mlfabric.collective.exchange import Combine
 from mlfabric.errors import FabricError
 
 # Below so many elements torch adds on the calling thread alone: the engine must not start a pool of its own.
 _SERIAL_ELEMENTS = 32768
 
-_NUMPY = frozenset(
-    {"bool", "float32", "float64", "complex64", "complex128"}
-    | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
-)
 _TORCH: dict[str, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _FUNCTIONS: dict[str, Any] = {
     "sum": torch.add,
@@ -27,16 +24,13 @@ _FUNCTIONS: dict[str, Any] = {
 }
 
 
-def combine_for(combine: str, dtype: str, size: int) -> Combine:
-    """The function that reduces parts of this type; FabricError if there is none."""
-    if dtype in _TORCH:
-        return _torch_combine(combine, _TORCH[dtype], size)
-    if dtype not in _NUMPY:
-        raise FabricError(f"{combine} of {dtype} is not supported")
-    return numpy_combine(combine, dtype, size)
+def register_types() -> None:
+    """Have torch combine its types, in whatever process it is loaded."""
+    for name, dtype in _TORCH.items():
+        register_combiner(name, partial(_torch_combine, dtype))
 
 
-def _torch_combine(combine: str, dtype: torch.dtype, size: int) -> Combine:
+def _torch_combine(dtype: torch.dtype, combine: str, size: int) -> Combine:
     function = _FUNCTIONS.get(combine)
     if function is None:
         raise FabricError(f"{combine} works on whole numbers, not on {str(dtype).removeprefix('torch.')}")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mlfabric.collective import movements, operations
+from mlfabric.collective.calls import Block, Call, changes, reads, writes
 from mlfabric.torch import checks, memory
-from mlfabric.torch.calls import Calls, Make, Tensors
+from mlfabric.torch.calls import Calls, Tensors
 from mlfabric.torch.errors import CollectiveError
 from mlfabric.torch.memory import Outputs, dtype_name, plain, view
 from mlfabric.torch.session import session_for
@@ -20,15 +21,30 @@ from mlfabric.torch.work import FabricWork
 MAX_TAG = 2**32 - 1
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `init_process_group("mlfabric", pg_options=...)` takes; None: as the environment says.
+
+    Groups that are made later use the engine of the first.
+    """
+
+    engine: str | None = None  # where this process's engine runs, see `mlfabric.join`
+    pace: bool | None = None  # spread what collectives send over the time until it is needed
+
+
 def create(options: Any, backend_options: Any) -> FabricProcessGroup:
     """What torch calls for a new group."""
-    del backend_options  # there are none
+    if not isinstance(backend_options, Options | None):
+        raise CollectiveError("pg_options of backend mlfabric are mlfabric.torch.Options(...)")
+    wishes = backend_options or Options()
     session, owned = session_for(
         options.store,
         options.group_rank,
         options.group_size,
         options.global_ranks_in_group,
         options.timeout,
+        wishes.engine,
+        wishes.pace,
     )
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     name = str(options.group_id) if options.global_ranks_in_group else "world"
@@ -44,6 +60,10 @@ def create(options: Any, backend_options: Any) -> FabricProcessGroup:
     return group
 
 
+def _call(operation: str, tensor: torch.Tensor, *blocks: Block, combine: str = "", root: int = -1) -> Call:
+    return Call(operation, dtype_name(tensor), tensor.element_size(), combine, root, blocks)
+
+
 class FabricProcessGroup(Calls):
     """All of torch's calls; outputs that are not contiguous are filled by a copy at the end."""
 
@@ -56,38 +76,34 @@ class FabricProcessGroup(Calls):
         if len(tensors) != 1:
             return self.allreduce_coalesced(tensors, opts)
 
-        def prepare(outputs: Outputs) -> Make:
+        def prepare(outputs: Outputs) -> Call:
             memory.require(memory.check(tensors[0]))
             data = outputs.inout(tensors[0])
-            combine, add = self._combine(opts, data)
-            size, kind, array = data.element_size(), dtype_name(data), view(data)
-            return lambda rank, count: operations.all_reduce(rank, count, array, size, kind, combine, add)
+            return _call("all_reduce", data, changes(view(data)), combine=self._combine(opts, data))
 
         return self._collective("all_reduce", tensors, opts, prepare, tensors, reduce_op=opts.reduceOp)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> FabricWork:
         opts = opts or dist.AllreduceCoalescedOptions()
 
-        def prepare(outputs: Outputs) -> Make:
+        def prepare(outputs: Outputs) -> Call:
             memory.require(*(memory.check(each) for each in tensors), memory.same(tensors, "the tensors"))
             if not tensors:
                 raise CollectiveError("there is no tensor to reduce")
             data = outputs.packed(tensors, filled=True)
-            combine, add = self._combine(opts, data)
-            size, kind, array = data.element_size(), dtype_name(data), view(data)
-            return lambda rank, count: operations.all_reduce(rank, count, array, size, kind, combine, add)
+            return _call("all_reduce", data, changes(view(data)), combine=self._combine(opts, data))
 
         return self._collective("all_reduce", tensors, opts, prepare, tensors, reduce_op=opts.reduceOp)
 
     def _sparse_sum(self, tensor: torch.Tensor, opts: Any) -> FabricWork:
         held: list[SparseSum] = []
 
-        def prepare(outputs: Outputs) -> Make:
+        def prepare(outputs: Outputs) -> Call:
             memory.require(memory.check(tensor, sparse=True))
             if opts.reduceOp.op != dist.ReduceOp.RedOpType.SUM:
                 raise CollectiveError("all_reduce of sparse tensors only works with ReduceOp.SUM")
             held.append(SparseSum(tensor, self._me, self._count))
-            return held[0].operation
+            return held[0].call()
 
         return self._collective(
             "all_reduce",
@@ -102,19 +118,18 @@ class FabricProcessGroup(Calls):
     def reduce(self, tensors: Tensors, opts: Any) -> FabricWork:
         root = opts.rootRank
 
-        def prepare(outputs: Outputs) -> Make:
+        def prepare(outputs: Outputs) -> Call:
             memory.require(checks.one(tensors), memory.check(tensors[0]))
             data = outputs.inout(tensors[0]) if root == self._me else plain(tensors[0])
-            combine, add = self._combine(opts, data)
-            size, kind, array = data.element_size(), dtype_name(data), view(data)
-            return lambda rank, count: operations.reduce(rank, count, root, array, size, kind, combine, add)
+            block = changes(view(data)) if root == self._me else reads(view(data))
+            return _call("reduce", data, block, combine=self._combine(opts, data), root=root)
 
         return self._collective("reduce", tensors, opts, prepare, tensors, root, opts.reduceOp)
 
     def reduce_scatter(self, outputs_: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> FabricWork:
         opts = opts or dist.ReduceScatterOptions()
 
-        def prepare(outputs: Outputs) -> Make:
+        def prepare(outputs: Outputs) -> Call:
             memory.require(checks.one(outputs_), checks.one(inputs))
             output, parts = outputs_[0], list(inputs[0])
             memory.require(
@@ -131,13 +146,9 @@ class FabricProcessGroup(Calls):
 
         return self._collective("reduce_scatter", outputs_, opts, prepare, outputs_, reduce_op=opts.reduceOp)
 
-    def _reduce_scatter(self, output: torch.Tensor, parts: list[torch.Tensor], opts: Any) -> Make:
-        combine, add = self._combine(opts, output)
-        size, kind, place = output.element_size(), dtype_name(output), view(output)
-        arrays = [view(each) for each in parts]
-        return lambda rank, count: operations.reduce_scatter(
-            rank, count, arrays, place, size, kind, combine, add
-        )
+    def _reduce_scatter(self, output: torch.Tensor, parts: list[torch.Tensor], opts: Any) -> Call:
+        blocks = [*(reads(view(each)) for each in parts), writes(view(output))]
+        return _call("reduce_scatter", output, *blocks, combine=self._combine(opts, output))
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input_: torch.Tensor, opts: Any = None
@@ -149,7 +160,7 @@ class FabricProcessGroup(Calls):
     ) -> FabricWork:
         opts = opts or dist.ReduceScatterOptions()
 
-        def prepare(outputs: Outputs) -> Make:
+        def prepare(outputs: Outputs) -> Call:
             memory.require(checks.pairs(outputs_, inputs, self._count, scatter=True))
             if len(outputs_) == 1:
                 cut = plain(inputs[0]).view(-1).chunk(self._count) if inputs[0].numel() else None
@@ -167,16 +178,16 @@ class FabricProcessGroup(Calls):
         opts = opts or dist.BroadcastOptions()
         root = opts.rootRank
 
-        def prepare(outputs: Outputs) -> Make:
+        def prepare(outputs: Outputs) -> Call:
             memory.require(checks.one(tensors), memory.check(tensors[0]))
             data = plain(tensors[0]) if root == self._me else outputs.place(tensors[0])
-            size, kind, array = data.element_size(), dtype_name(data), view(data)
-            return lambda rank, count: movements.broadcast(rank, count, root, array, size, kind)
+            block = reads(view(data)) if root == self._me else writes(view(data))
+            return _call("broadcast", data, block, root=root)
 
         return self._collective("broadcast", tensors, opts, prepare, tensors, root)
 
     def allgather(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> FabricWork:
-        def prepare(outputs: Outputs) -> Make:
+        def prepare(outputs: Outputs) -> Call:
             memory.require(checks.one(inputs), checks.one(output_lists))
             places = list(output_lists[0])
             memory.require(
@@ -193,21 +204,20 @@ class FabricProcessGroup(Calls):
 
         return self._collective("all_gather", inputs, opts, prepare, output_lists)
 
-    def _all_gather(self, mine: torch.Tensor, places: Sequence[torch.Tensor]) -> Make:
+    def _all_gather(self, mine: torch.Tensor, places: Sequence[torch.Tensor]) -> Call:
         with torch.no_grad():
             places[self._me].view(-1).copy_(mine.detach().reshape(-1))
-        size, kind = mine.element_size(), dtype_name(mine)
-        views = [view(each) for each in places]
-        others = {rank: place for rank, place in enumerate(views) if rank != self._me}
-        own = views[self._me]
-        return lambda rank, count: movements.all_gather(rank, count, own, others, size, kind)
+        blocks = [
+            (reads if rank == self._me else writes)(view(each), rank) for rank, each in enumerate(places)
+        ]
+        return _call("all_gather", mine, *blocks)
 
     def allgather_coalesced(
         self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None
     ) -> FabricWork:
         """Each rank's list of tensors goes to all: `output_lists[rank][i]` is its i-th."""
 
-        def prepare(outputs: Outputs) -> Make:
+        def prepare(outputs: Outputs) -> Call:
             rows = [list(each) for each in output_lists]
             every = [*inputs, *(tensor for row in rows for tensor in row)]
             memory.require(
@@ -228,7 +238,7 @@ class FabricProcessGroup(Calls):
         return self.all_gather_single_coalesced([output], [input_], opts)
 
     def all_gather_single_coalesced(self, outputs_: Tensors, inputs: Tensors, opts: Any = None) -> FabricWork:
-        def prepare(outputs: Outputs) -> Make:
+        def prepare(outputs: Outputs) -> Call:
             memory.require(checks.pairs(outputs_, inputs, self._count, scatter=False))
             if len(outputs_) == 1:
                 rows = outputs.place(outputs_[0]).view(self._count, inputs[0].numel())
@@ -249,16 +259,15 @@ class FabricProcessGroup(Calls):
         root = opts.rootRank
         at_root = root == self._me
 
-        def prepare(outputs: Outputs) -> Make:
+        def prepare(outputs: Outputs) -> Call:
             memory.require(checks.one(inputs), memory.check(inputs[0]))
             mine = plain(inputs[0])
             places = self._rows(output_lists, at_root, inputs[0], outputs.place, "outputs")
             if at_root:
                 with torch.no_grad():
                     places[self._me].copy_(mine.view(places[self._me].shape))
-            others = {rank: view(each) for rank, each in enumerate(places) if rank != self._me}
-            size, kind, own = mine.element_size(), dtype_name(mine), view(mine)
-            return lambda rank, count: movements.gather(rank, count, root, own, others, size, kind)
+            others = [writes(view(each), rank) for rank, each in enumerate(places) if rank != self._me]
+            return _call("gather", mine, reads(view(mine)), *others, root=root)
 
         results = output_lists if at_root else []
         return self._collective("gather", inputs, opts, prepare, results, root)
@@ -267,16 +276,16 @@ class FabricProcessGroup(Calls):
         root = opts.rootRank
         at_root = root == self._me
 
-        def prepare(outputs: Outputs) -> Make:
+        def prepare(outputs: Outputs) -> Call:
             memory.require(checks.one(outputs_), memory.check(outputs_[0]))
             parts = self._rows(input_lists, at_root, outputs_[0], plain, "inputs")
             place = outputs.place(outputs_[0])
             if at_root:
                 with torch.no_grad():
                     place.copy_(parts[self._me].view(place.shape))
-            others = {rank: view(each) for rank, each in enumerate(parts) if rank != self._me}
-            size, kind, own = place.element_size(), dtype_name(place), view(place)
-            return lambda rank, count: movements.scatter(rank, count, root, own, others, size, kind)
+            others = [reads(view(each), rank) for rank, each in enumerate(parts) if rank != self._me]
+            block = changes(view(place)) if at_root else writes(view(place))
+            return _call("scatter", place, block, *others, root=root)
 
         return self._collective("scatter", outputs_, opts, prepare, outputs_, root)
 
@@ -308,7 +317,7 @@ class FabricProcessGroup(Calls):
         return [take(each) for each in held]
 
     def alltoall(self, outputs_: Tensors, inputs: Tensors, opts: Any = None) -> FabricWork:
-        def prepare(outputs: Outputs) -> Make:
+        def prepare(outputs: Outputs) -> Call:
             every = [*outputs_, *inputs]
             memory.require(
                 *(memory.check(each) for each in every),
@@ -330,7 +339,7 @@ class FabricProcessGroup(Calls):
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> FabricWork:
-        def prepare(outputs: Outputs) -> Make:
+        def prepare(outputs: Outputs) -> Call:
             memory.require(
                 memory.check(output),
                 memory.check(input_),
@@ -345,7 +354,7 @@ class FabricProcessGroup(Calls):
 
         return self._collective("all_to_all", [input_], opts, prepare, [output])
 
-    def _all_to_all(self, places: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> Make:
+    def _all_to_all(self, places: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> Call:
         if places[self._me].numel() != parts[self._me].numel():
             raise CollectiveError(
                 f"what goes to our own rank has {parts[self._me].numel()} elements, its place "
@@ -353,14 +362,17 @@ class FabricProcessGroup(Calls):
             )
         with torch.no_grad():
             places[self._me].view(-1).copy_(parts[self._me].view(-1))
-        size, kind = parts[0].element_size(), dtype_name(parts[0])
-        there, back = [view(each) for each in parts], [view(each) for each in places]
-        return lambda rank, count: movements.all_to_all(rank, count, there, back, size, kind)
+        blocks = [
+            *(reads(view(each)) for each in parts),
+            *(
+                (changes if rank == self._me else writes)(view(each))  # what goes to ourselves is there
+                for rank, each in enumerate(places)
+            ),
+        ]
+        return _call("all_to_all", parts[0], *blocks)
 
     def barrier(self, opts: Any = None) -> FabricWork:
-        return self._collective(
-            "barrier", [], opts, lambda outputs: lambda rank, count: movements.barrier(), []
-        )
+        return self._collective("barrier", [], opts, lambda outputs: Call("barrier"), [])
 
     # torch calls some of these by an older name as well.
     _allgather_base = all_gather_single
@@ -374,9 +386,9 @@ class FabricProcessGroup(Calls):
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> FabricWork:
         self._check_message(tensors, to, tag)
         data = view(plain(tensors[0]))
-        client = self._session.client
+        groups = self._session.groups
         work: FabricWork = self._message(
-            "send", tensors[0], lambda: client.send(self._label, self._nodes, to, tag, data), None
+            "send", tensors[0], lambda: groups.send(self._label, self._nodes, to, tag, data), None
         )
         return work
 
@@ -391,11 +403,11 @@ class FabricProcessGroup(Calls):
     def _receive(self, tensor: torch.Tensor, source: int, tag: int) -> FabricWork:
         outputs = Outputs()
         place = view(outputs.inout(tensor))  # a message may fill only a part of it
-        client = self._session.client
+        groups = self._session.groups
         work: FabricWork = self._message(
             "recv",
             tensor,
-            lambda: client.receive(self._label, self._nodes, source, tag, place),
+            lambda: groups.receive(self._label, self._nodes, source, tag, place),
             outputs.finish if outputs.pending else None,
         )
         return work

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mlfabric.client import OperationCall
-from mlfabric.collective import operations
-from mlfabric.collective.operations import Operation
+from mlfabric.collective.arithmetic import combine_for
+from mlfabric.collective.calls import Call
 from mlfabric.errors import FabricError
-from mlfabric.torch.arithmetic import combine_for
+from mlfabric.groupcalls import OperationCall
 from mlfabric.torch.errors import CollectiveError
 from mlfabric.torch.memory import Outputs, dtype_name
 from mlfabric.torch.recorder import Record, spanned
@@ -27,7 +26,6 @@ from mlfabric.torch.session import Session
 from mlfabric.torch.work import TIMED_OUT, FabricWork
 
 Tensors = Sequence[torch.Tensor]
-Make = Callable[[int, int], Operation]
 
 COMBINE = {
     kind: kind.name.lower()
@@ -93,7 +91,7 @@ class Calls(dist.ProcessGroup):  # type: ignore[misc]
 
     def form(self) -> None:
         """Have the group formed as soon as all have come; nobody waits for it before the first call."""
-        self._session.client.group(self._label, self._nodes)
+        self._session.groups.group(self._label, self._nodes)
 
     # --- beginning a call -------------------------------------------------------------------------------
 
@@ -114,7 +112,7 @@ class Calls(dist.ProcessGroup):  # type: ignore[misc]
         name: str,
         tensors: Tensors,
         opts: Any,
-        prepare: Callable[[Outputs], Make],
+        prepare: Callable[[Outputs], Call],
         results: Sequence[Any],
         root: int = -1,
         reduce_op: Any = None,
@@ -129,19 +127,16 @@ class Calls(dist.ProcessGroup):  # type: ignore[misc]
         try:
             if not 0 <= root < self._count and root != -1:
                 raise CollectiveError(f"there is no rank {root} in a group of {self._count}")
-            make = prepare(outputs)
+            wanted = prepare(outputs)
         except FabricError as error:
             mistake = error
             kind = dtype_name(tensors[0]) if tensors and isinstance(tensors[0], torch.Tensor) else "nothing"
             counts = tuple(each.numel() for each in tensors if isinstance(each, torch.Tensor))
             combine = "" if reduce_op is None else COMBINE.get(reduce_op.op, "")
-            said = str(error)
-
-            def make(rank: int, size: int) -> Operation:
-                return operations.refused(name, kind, combine, root, counts, said)
+            wanted = Call(name, kind, 1, combine, root, counts=counts, mistake=str(error))
 
         def begin() -> FabricWork:
-            call = self._session.client.collective(self._label, self._nodes, make, form_again=False)
+            call = self._session.groups.collective(self._label, self._nodes, wanted, form_again=False)
             last = finish if finish is not None else (outputs.finish if outputs.pending else None)
             return self._follow(call, record, results, limit, last)
 
@@ -181,9 +176,9 @@ class Calls(dist.ProcessGroup):  # type: ignore[misc]
         def words(waiting_for: str) -> str:
             return f"{record.title()} {TIMED_OUT} {limit:g} s on rank {self._me}: {waiting_for}"
 
-        session.deadlines.watch(limit, call.answer, lambda: session.give_up(call, words))
+        session.deadlines.watch(limit, call.answer, lambda: session.groups.give_up(call, words))
         work = FabricWork(
-            ended, record.title, results, session.later, lambda: session.engine.waiting_for(call)
+            ended, record.title, results, session.later, lambda: session.groups.waiting_for(call)
         )
         if self._coalescing is not None:
             self._coalescing.append(work)
@@ -193,11 +188,13 @@ class Calls(dist.ProcessGroup):  # type: ignore[misc]
         if self._closed:
             raise CollectiveError(f"group {self._label} {self._closed}")
 
-    def _combine(self, opts: Any, tensor: torch.Tensor) -> tuple[str, Any]:
-        name = COMBINE.get(opts.reduceOp.op)
+    def _combine(self, opts: Any, tensor: torch.Tensor) -> str:
+        """What a reduction is called, if tensors of this type can be reduced by it."""
+        name: str | None = COMBINE.get(opts.reduceOp.op)
         if name is None:
             raise CollectiveError("mlfabric knows no such reduction; use sum, avg, product, min, max or bits")
-        return name, combine_for(name, dtype_name(tensor), self._count)
+        combine_for(name, dtype_name(tensor), self._count)
+        return name
 
     # --- several calls as one ---------------------------------------------------------------------------
 
@@ -236,7 +233,7 @@ class Calls(dist.ProcessGroup):  # type: ignore[misc]
         self._closed = self._closed or "was aborted"
         if self._session.closed:
             return
-        self._session.engine.call(lambda: self._session.client.break_group(self._label, reason))
+        self._session.groups.break_group(self._label, reason)
         if self._owns_session:
             self._session.close()
 
@@ -248,7 +245,7 @@ class Calls(dist.ProcessGroup):  # type: ignore[misc]
         if self._owns_session:
             self._session.close()
         else:
-            self._session.engine.call(lambda: self._session.client.leave_group(self._label))
+            self._session.groups.leave_group(self._label)
 
 
 def _then(answer: Future[Any], session: Session, finish: Callable[[], None]) -> Future[Any]:

@@ -6,6 +6,7 @@ copy and an update none. Two gradient vectors take turns: one is on its way whil
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from mlfabric.numerics import Vector
 
 
 class FlatModel:
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, empty: Callable[[int], Vector]) -> None:
+        """`empty` makes the vectors: in memory that the fabric's engine can read, where it has any."""
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         if not self.parameters:
             raise FabricError("the model has no parameter that is trained")
@@ -31,8 +33,8 @@ class FlatModel:
         self.buffers = [b for b in model.buffers() if b.dtype == torch.float32 and b.numel()]
         self.trained: int = sum(p.numel() for p in self.parameters)
         self.averaged: int = sum(b.numel() for b in self.buffers)
-        self.values = torch.empty(self.trained + self.averaged)
-        self._gradients = [torch.zeros(self.trained + self.averaged) for _ in range(2)]
+        self.values = torch.from_numpy(empty(self.elements))
+        self._gradients = [torch.from_numpy(empty(self.elements)) for _ in range(2)]
         self._turn = 0
         with torch.no_grad():
             at = 0
@@ -56,15 +58,22 @@ class FlatModel:
             parameter.grad = vector[at : at + parameter.numel()].view_as(parameter)
             at += parameter.numel()
 
-    def take_update(self, clip_norm: float | None) -> Vector:
-        """The gradients, clipped, with the running statistics behind them; the next ones go elsewhere."""
+    def ready_gradients(self, clip_norm: float | None, scale: float = 1.0) -> torch.Tensor:
+        """The gradients in one vector, scaled, then clipped; the parameters' own are that vector's parts."""
         vector = self._gradients[self._turn]
         self._collect(vector)
+        gradients = vector[: self.trained]
+        if scale != 1.0:
+            gradients.mul_(scale)
         if clip_norm is not None:
-            gradients = vector[: self.trained]
             norm = float(torch.linalg.vector_norm(gradients))
             if norm > clip_norm:
                 gradients.mul_(clip_norm / norm)
+        return vector
+
+    def take_update(self, clip_norm: float | None, scale: float = 1.0) -> Vector:
+        """The gradients, ready, with the running statistics behind them; the next ones go elsewhere."""
+        vector = self.ready_gradients(clip_norm, scale)
         vector[self.trained :] = self.values[self.trained :]
         self._turn = 1 - self._turn
         self.point_gradients()
@@ -80,7 +89,12 @@ class FlatModel:
                 place.zero_()
             elif parameter.grad.data_ptr() != place.data_ptr():
                 place.copy_(parameter.grad)
+            parameter.grad = place
             at += parameter.numel()
+
+    def set_gradients(self, vector: Vector) -> None:
+        """Have these as the parameters' gradients."""
+        np.copyto(self._gradients[self._turn].numpy(), vector)
 
     def load(self, vector: Vector) -> None:
         np.copyto(self.values.numpy(), vector)

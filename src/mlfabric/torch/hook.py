@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from mlfabric.api import Fabric
 from mlfabric.autoload import register
-from mlfabric.collective.operations import Operation, all_reduce
-from mlfabric.torch.arithmetic import combine_for
+from mlfabric.collective.calls import Call, changes
 from mlfabric.torch.errors import CollectiveError
 from mlfabric.torch.memory import dtype_name, view
 from mlfabric.torch.work import TIMED_OUT, Deadlines, FabricWork
@@ -49,22 +48,19 @@ def managed_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[to
 
 def _in_fabric(fabric: Fabric, gradients: torch.Tensor) -> FabricWork:
     """Average over all workers of a fabric's job."""
-    array, kind, itemsize = view(gradients), dtype_name(gradients), gradients.element_size()
-
-    def make(rank: int, size: int) -> Operation:
-        return all_reduce(rank, size, array, itemsize, kind, "avg", combine_for("avg", kind, size))
-
-    engine, client = fabric._engine, fabric._client
-    call = client.collective("", (), make)
+    block = changes(view(gradients))
+    wanted = Call("all_reduce", dtype_name(gradients), gradients.element_size(), "avg", blocks=(block,))
+    groups = fabric._client.groups
+    call = groups.collective("", (), wanted)
     title = f"the average of {gradients.numel()} gradients"
 
     def expire() -> None:
         words = f"{title} {TIMED_OUT} {BUCKET_S:g} s"
-        engine.call(lambda: client.give_up(call, lambda why: f"{words}: {why}"))
+        groups.give_up(call, lambda why: f"{words}: {why}")
 
     pool, deadlines = _threads()
     deadlines.watch(BUCKET_S, call.answer, expire)
-    return FabricWork(call.answer, lambda: title, [gradients], pool.submit, lambda: engine.waiting_for(call))
+    return FabricWork(call.answer, lambda: title, [gradients], pool.submit, lambda: groups.waiting_for(call))
 
 
 @cache

@@ -23,7 +23,7 @@ OptimizerWish: TypeAlias = (
 
 NAMES = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop")
 # Settings that only say how PyTorch computes, not what.
-_HOW = frozenset({"foreach", "fused", "capturable", "differentiable", "params", "initial_lr"})
+_HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 # Settings that rules do not know, with the value at which they change nothing.
 _NEUTRAL: Mapping[str, Any] = {
     "dampening": 0,
@@ -77,13 +77,23 @@ def read_optimizer(wish: OptimizerWish, parameters: Sequence[torch.nn.Parameter]
         at += parameter.numel()
     segments: list[Segment] = []
     for group in instance.param_groups:
-        settings = {key: value for key, value in group.items() if key not in _HOW}
+        settings = _settings(instance, group)
         for parameter in group["params"]:
             if id(parameter) in places:
                 segments.append(Segment(*places.pop(id(parameter)), settings))
     if places:
         raise FabricError(f"{len(places)} trained parameters of the model are in no group of the optimizer")
     return ReadOptimizer(name, _joined(sorted(segments, key=lambda segment: segment.start)), instance)
+
+
+def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What a schedule may have changed."""
+    return [_settings(optimizer, group) for group in optimizer.param_groups]
+
+
+def _settings(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's settings, without what schedules keep there for themselves."""
+    return {key: value for key, value in group.items() if key in optimizer.defaults and key not in _HOW}
 
 
 def _joined(segments: Iterable[Segment]) -> tuple[Segment, ...]:

@@ -118,7 +118,7 @@ def _lead(
         address = format_address(_own_address(store), 0)
     if not embedded and drawn:
         raise CollectiveError("a scheduler is named by MLFABRIC_SCHEDULER; set MLFABRIC_SECRET to its secret")
-    fabric = _join(address, ranks[0], job, len(ranks), embedded, secret, until)
+    fabric = _join(address, ranks[0], job, len(ranks), embedded, secret, until, settings)
     return fabric, Verdict(address=fabric.address if embedded else address, secret=drawn, job=job)
 
 
@@ -138,13 +138,23 @@ def _follow(
             "rank 0 was given a secret by MLFABRIC_SECRET and this rank was not; set it for all"
         )
     try:
-        fabric = _join(verdict.address, ranks[rank], verdict.job, len(ranks), False, secret, until + ANSWER_S)
+        until += ANSWER_S
+        fabric = _join(verdict.address, ranks[rank], verdict.job, len(ranks), False, secret, until, settings)
     except FabricError as error:
         raise CollectiveError(str(error)) from None
     return fabric, verdict.job
 
 
-def _join(address: str, rank: int, job: str, size: int, embed: bool, secret: bytes, until: float) -> Fabric:
+def _join(
+    address: str,
+    rank: int,
+    job: str,
+    size: int,
+    embed: bool,
+    secret: bytes,
+    until: float,
+    wishes: TorchSettings,
+) -> Fabric:
     settings = from_environment(
         address,
         job=job,
@@ -152,6 +162,8 @@ def _join(address: str, rank: int, job: str, size: int, embed: bool, secret: byt
         embed_scheduler=embed,
         secret=secret,
         expected=size,
+        engine=wishes.engine,
+        pace=wishes.pace,
     )
     left = max(until - time.monotonic(), 1.0)
     # A script may hold the interpreter for long: silence alone must not end a job. Lost connections do.

@@ -9,11 +9,11 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from mlfabric.api import Fabric
-from mlfabric.client import OperationCall
 from mlfabric.config import torch_settings
 from mlfabric.torch.recorder import Recorder
 from mlfabric.torch.rendezvous import meet, node_name
@@ -26,9 +26,8 @@ POOL_THREADS = 32
 class Session:
     def __init__(self, fabric: Fabric, job: str, recorder: Recorder) -> None:
         self.fabric = fabric
-        self.engine = fabric._engine
-        self.client = fabric._client
-        self.client.groups_outlive_job = True
+        self.groups = fabric._client.groups
+        self.groups.outlive_job()
         self._job = job
         self.recorder = recorder
         self._pool = ThreadPoolExecutor(POOL_THREADS, thread_name_prefix="mlfabric-torch")
@@ -52,10 +51,6 @@ class Session:
         with contextlib.suppress(RuntimeError):
             self._pool.submit(do, *arguments)
 
-    def give_up(self, call: OperationCall, words: Callable[[str], str]) -> None:
-        """A call took too long: end it on all ranks."""
-        self.engine.call(lambda: self.client.give_up(call, words))
-
     def close(self) -> None:
         if os.getpid() != self._process:
             return  # a fork has our memory, not our threads; the fabric is its parent's
@@ -74,7 +69,13 @@ _inits = itertools.count()
 
 
 def session_for(
-    store: Any, rank: int, size: int, global_ranks: Sequence[int], timeout: timedelta
+    store: Any,
+    rank: int,
+    size: int,
+    global_ranks: Sequence[int],
+    timeout: timedelta,
+    engine: str | None = None,
+    pace: bool | None = None,
 ) -> tuple[Session, bool]:
     """The session a new group belongs to, and whether it was made for it."""
     global _world
@@ -83,7 +84,7 @@ def session_for(
     ranks = list(global_ranks) or list(range(size))
     # A store may be used for several inits of the world: each has keys of its own, as other groups have.
     keys = _Prefixed(store, "mlfabric/" if global_ranks else f"mlfabric/{next(_inits)}/")
-    settings = torch_settings()
+    settings = replace(torch_settings(pace), engine=engine)
     fabric, job = meet(keys, rank, ranks, timeout, settings)
     recorder = Recorder(ranks[rank], settings.record_entries, settings.dump_prefix)
     session = Session(fabric, job, recorder)

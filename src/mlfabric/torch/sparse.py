@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mlfabric.collective.movements import all_gather_any
-from mlfabric.collective.operations import Operation
+from mlfabric.collective.calls import GATHER_ANY, Call, reads
 from mlfabric.torch.errors import CollectiveError
 from mlfabric.torch.memory import dtype_name, view
 
@@ -32,8 +31,8 @@ class SparseSum:
         # What has to be the same everywhere, in the place of the type.
         self._kind = f"{dtype_name(tensor)} in {tuple(tensor.shape)} by {mine.sparse_dim()} indices"
 
-    def operation(self, rank: int, size: int) -> Operation:
-        return all_gather_any(rank, size, view(self._packed), self._room, "sparse all_reduce", self._kind)
+    def call(self) -> Call:
+        return Call(GATHER_ANY, self._kind, blocks=(reads(view(self._packed)),), room=self._room)
 
     def _room(self, rank: int, length: int) -> memoryview:
         self._parts[rank] = torch.empty(length, dtype=torch.uint8)

@@ -1,35 +1,40 @@
-"""Training without a barrier: `join(model, optimizer)`, then `step()` after each backward pass.
+"""Training with others: `join(model, optimizer)`, then `step()` after each backward pass.
 
 Servers on the members hold the model and step it; a worker offers its gradients and goes on with the freshest
-model. In mode `sync` the ranks average their gradients by all-reduce and step by themselves instead; in mode
-`local` they take several steps of their own and offer what these changed.
+model, at once (`async`), not too far ahead of the slowest (`ssp`), or when the first few gradients have made
+one step (`backup`). In mode `sync` the ranks average their gradients by all-reduce and step by themselves
+instead; in mode `local` they take several steps of their own and offer what these changed.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
+import numpy as np
 import torch
 
 from mlfabric.api import Fabric, Pulling, Ticket
 from mlfabric.api import join as join_fabric
 from mlfabric.client import Committed, Model, Outcome
 from mlfabric.errors import FabricError
-from mlfabric.rules import SGD, Average, Pieces, Rule
+from mlfabric.messages import RuleSpec, StepSettings
+from mlfabric.rules import SGD, Average, Pieces, Rounds, Rule, make_rule
 from mlfabric.torch.flat import FlatModel
-from mlfabric.torch.optimizers import OptimizerWish, make_optimizer, read_optimizer
+from mlfabric.torch.modes import UNSET, Bound, Mode, Pull, Unset, Wishes, check_fits, fitting
+from mlfabric.torch.optimizers import (
+    OptimizerWish,
+    ReadOptimizer,
+    group_settings,
+    make_optimizer,
+    read_optimizer,
+)
+from mlfabric.torch.plainstate import plain_state, read_state
+from mlfabric.torch.stepping import FabricOptimizer
 
-Mode = Literal["async", "sync", "local"]
-MODES = ("async", "sync", "local")
-Pull = Literal["after", "alongside", "overlapped"]
-PULLS = ("after", "alongside", "overlapped")
 ARRAY = "model"
-# These take values for changes; running statistics are averaged as they are.
-LOSSY_FOR_STATISTICS = ("int8", "topk")
-# DiLoCo's outer optimizer.
-OUTER_LR = 0.7
-OUTER_MOMENTUM = 0.9
 
 
 class Training:
@@ -40,53 +45,42 @@ class Training:
         fabric: Fabric,
         model: torch.nn.Module,
         optimizer: OptimizerWish,
-        mode: Mode,
-        max_delay: int | Literal["auto", "none"],
-        divergence: float | None,
-        shards: int | None,
-        codec: str,
-        pull: Pull,
-        clip_norm: float | None,
-        local_steps: int,
-        outer: tuple[float, float],
-        workers: int,
+        wishes: Wishes,
         timeout: float,
+        resume: Mapping[str, Any] | None = None,
     ) -> None:
         self.fabric = fabric
         self.model = model
-        self.mode = mode
+        self.mode = wishes.mode
         self.steps = 0
         self.committed = 0
         self.dropped = 0
+        self.skipped = 0  # steps whose gradients were infinite, as a scaler's first ones are
         self.delays: list[int] = []  # of committed updates, in updates
+        self._wishes = wishes
         self._timeout = timeout
-        self._pull = pull
-        self._clip = clip_norm
-        self._local_steps = local_steps
-        self._flat = FlatModel(model)
-        self._read = read_optimizer(optimizer, self._flat.parameters) if mode == "async" else None
-        self._inner = self._read.instance if self._read else make_optimizer(optimizer, self._flat.parameters)
+        self._flat = FlatModel(model, fabric.empty)
+        workers = max(fabric.expected, fabric.worker_count)
+        check_fits(wishes, workers, self._flat.averaged)
+        served = wishes.mode in ("async", "ssp", "backup")
+        inner = make_optimizer(optimizer, self._flat.parameters)
+        if resume is not None:
+            _load(resume, model, inner)
+        self._read: ReadOptimizer | None = read_optimizer(inner, self._flat.parameters) if served else None
+        self._inner = inner
+        self.optimizer = FabricOptimizer(inner, self._step, self._flat.point_gradients, self._plain_state)
         self._ticket: Ticket | None = None
         self._pulling: Pulling | None = None
         self._base: Model | None = None
-        if mode == "sync":
+        self._outcome: Outcome | None = None
+        self._seen = group_settings(inner)
+        self._settings: StepSettings | None = None  # what the next update is to be applied by
+        self._published = RuleSpec("Sum")  # what servers apply updates by that come without settings
+        self._every = wishes.gradients_per_step(workers) if wishes.mode == "backup" else 1
+        if wishes.mode == "sync":
             self._same_start()
-            return
-        if self._flat.averaged and codec in LOSSY_FOR_STATISTICS:
-            raise FabricError(
-                f"codec {codec} would spoil the model's running statistics; take bfloat16 or float16"
-            )
-        rule = self._rule(workers, outer)
-        fabric.publish(
-            {ARRAY: self._flat.copy()},
-            apply=rule,
-            max_delay=max_delay,
-            divergence=divergence,
-            shards=shards or max(workers, 1),
-            codec=codec,
-            timeout=timeout,
-        )
-        self._load(fabric.pull(timeout))
+        else:
+            self._publish(workers, resume)
 
     def __repr__(self) -> str:
         return f"<Training {self.mode} as {self.fabric.name}, {self.steps} steps, {self.dropped} dropped>"
@@ -99,45 +93,118 @@ class Training:
     def step(self) -> Outcome | None:
         """Offer the gradients of the backward passes since the last step; go on with the freshest model.
 
-        The outcome is that of this step's update, or of the one before where pulls are overlapped.
+        The outcome is that of this step's update, or of the one before where pulls are overlapped. What a
+        schedule changed of the optimizer's settings goes with the update. `optimizer.step()` does the same.
         """
-        self.steps += 1
+        self._outcome = None
+        self.optimizer.step()
+        return self._outcome
+
+    def _step(self, scale: float, infinite: bool | None) -> None:
+        """`scale` undoes a gradient scaler's; `infinite` is what it found, None where there is none."""
         if self.mode == "sync":
-            self._step_together()
-            return None
-        if self.mode == "local":
-            self._inner_step()
-            if self.steps % self._local_steps:
-                return None
-        return self._offer()
+            self._step_together(scale, infinite)
+        elif infinite:
+            self.skipped += 1
+            self._flat.point_gradients()
+        elif self.mode == "local":
+            self._inner_step(scale)
+            if self.steps % self._wishes.local_steps == 0:
+                before = self._settle()
+                self._offer(self._changed_locally(), self._outer_settings(), before)
+        else:
+            self.steps += 1
+            before = self._settle()  # the next gradients go where those on their way are
+            update = self._flat.take_update(self._wishes.clip_norm, scale)
+            self._offer(update, self._changed_settings(), before)
 
-    # --- asynchronous -----------------------------------------------------------------------------------
+    # --- the model at its servers -----------------------------------------------------------------------
 
-    def _rule(self, workers: int, outer: tuple[float, float]) -> Rule:
-        flat = self._flat
+    def _publish(self, workers: int, resume: Mapping[str, Any] | None) -> None:
+        wishes, flat = self._wishes, self._flat
+        rule = self._rule(workers)
+        model: dict[str, Any] = {ARRAY: flat.copy()}
         if self._read is not None:
-            return self._read.rule(flat.trained, flat.averaged, workers)
-        # Every worker's change is a step of its own here, where DiLoCo steps once by their mean.
-        outer_rule = SGD(outer[0] / max(workers, 1), outer[1], nesterov=outer[1] > 0)
-        if not flat.averaged:
-            return outer_rule
-        return Pieces(
-            ((0, flat.trained, outer_rule), (flat.trained, flat.elements, Average(1 / max(workers, 1))))
+            inner = rule.rule if isinstance(rule, Rounds) else rule
+            state, steps = read_state(self._inner, flat.parameters, inner.vectors, flat.elements)
+            version = int((resume or {}).get("version", 0)) if self._every == 1 else 0
+            version = version or steps * self._every
+            if version or any(vector.any() for vector in state):
+                gathered = [np.zeros(flat.elements, np.float32)] if inner is not rule else []
+                vectors = enumerate([*state, *gathered])
+                model = {
+                    "format": "mlfabric checkpoint 1",
+                    "weights": model,
+                    "state": {f"vector{index}": {ARRAY: vector} for index, vector in vectors},
+                    "version": version,
+                }
+        self.fabric.publish(
+            model,
+            apply=rule,
+            max_delay="none" if self.mode == "ssp" else wishes.max_delay,
+            divergence=wishes.divergence,
+            shards=wishes.shards or max(workers, 1),
+            codec=wishes.codec,
+            staleness=wishes.staleness if self.mode == "ssp" else None,
+            wait_for=self._every if self.mode == "backup" else None,
+            timeout=self._timeout,
         )
+        self._published = self.fabric._client.rule_spec
+        self._changed_settings(first=True)
+        self._load(self.fabric.pull(self._timeout))
 
-    def _offer(self) -> Outcome | None:
-        before = self._settle()
-        update = self._changed_locally() if self.mode == "local" else self._flat.take_update(self._clip)
-        self._ticket = self.fabric.push({ARRAY: update}, base=self._base)
-        if self._pull == "overlapped":
+    def _rule(self, workers: int) -> Rule:
+        flat = self._flat
+        if self._read is None:
+            return self._outer_rule(workers)
+        if self.mode != "backup":
+            return self._read.rule(flat.trained, flat.averaged, workers)
+        # The mean of a step's statistics are the next ones.
+        rule = self._read.rule(flat.trained, flat.averaged, 1)
+        return Rounds(self._every, rule) if self._every > 1 else rule
+
+    def _outer_rule(self, workers: int) -> Rule:
+        """Every worker's change is a step of its own here, where DiLoCo steps once by their mean."""
+        flat, (lr, momentum) = self._flat, self._wishes.outer
+        share = 1 / max(workers, 1)
+        rule = SGD(lr * share, momentum, nesterov=momentum > 0)
+        if not flat.averaged:
+            return rule
+        return Pieces(((0, flat.trained, rule), (flat.trained, flat.elements, Average(share))))
+
+    def _outer_settings(self) -> StepSettings | None:
+        """Workers come and go: each change counts as one of those that are here now."""
+        spec = self._outer_rule(self.fabric.worker_count).spec()
+        return StepSettings(self.steps, spec) if spec != self._published else None
+
+    def _changed_settings(self, first: bool = False) -> StepSettings | None:
+        """What a schedule has made of the optimizer's settings, unless that is what was published."""
+        if self._read is None:
+            return None
+        now = group_settings(self._inner)
+        if now != self._seen or first:
+            self._seen = now
+            self._read = read_optimizer(self._inner, self._flat.parameters)
+            spec = self._rule(max(self.fabric.expected, self.fabric.worker_count)).spec()
+            if make_rule(spec).vectors != make_rule(self._published).vectors:
+                raise FabricError(
+                    "the optimizer's settings need other state than those that the job was published with; "
+                    "turning momentum on or off is not something that a schedule can do"
+                )
+            self._settings = StepSettings(self.steps, spec) if spec != self._published else None
+        return self._settings
+
+    def _offer(self, update: Any, settings: StepSettings | None, before: Outcome | None) -> None:
+        self._ticket = self.fabric.push({ARRAY: update}, base=self._base, settings=settings)
+        if self._wishes.pull == "overlapped":
             pulled, self._pulling = self._pulling, self.fabric.pull_later()
             if pulled is not None:
                 self._load(pulled.result(self._timeout))
-            return before
-        pulling = self.fabric.pull_later() if self._pull == "alongside" else None
-        outcome = self._settle()
+            self._outcome = before
+            return
+        pulling = self.fabric.pull_later() if self._wishes.pull == "alongside" else None
+        self._outcome = self._settle()
         self._load((pulling or self.fabric.pull_later()).result(self._timeout))
-        return outcome
 
     def _settle(self) -> Outcome | None:
         """Wait for the update that is on its way; its memory is free then."""
@@ -158,9 +225,11 @@ class Training:
 
     # --- local steps ------------------------------------------------------------------------------------
 
-    def _inner_step(self) -> None:
+    def _inner_step(self, scale: float) -> None:
+        self.steps += 1
+        self._flat.ready_gradients(self._wishes.clip_norm, scale)
         self._inner.step()
-        self._inner.zero_grad(set_to_none=False)
+        self._flat.point_gradients()
 
     def _changed_locally(self) -> Any:
         """The way from here back to where we began, as a gradient; the statistics as they are."""
@@ -179,39 +248,62 @@ class Training:
             values[:] = 0
         self.fabric.all_reduce(values, self._timeout)
 
-    def _step_together(self) -> None:
-        update = self._flat.take_update(self._clip)
+    def _step_together(self, scale: float, infinite: bool | None) -> None:
+        """Infinite gradients of one rank make all skip the step, as their average would be infinite."""
+        update = self._flat.take_update(self._wishes.clip_norm if not infinite else None, scale)
+        if infinite:
+            update[0] = np.inf
         self.fabric.all_reduce(update, self._timeout, combine="avg")
-        at = 0
-        for parameter in self._flat.parameters:
-            piece = torch.from_numpy(update[at : at + parameter.numel()])
-            assert parameter.grad is not None
-            parameter.grad.copy_(piece.view_as(parameter))
-            at += parameter.numel()
         self._flat.values[self._flat.trained :] = torch.from_numpy(update[self._flat.trained :])
+        if infinite is not None and not np.isfinite(update[: self._flat.trained]).all():
+            self.skipped += 1
+            return
+        self.steps += 1
+        self._flat.set_gradients(update)
         self._inner.step()
-        self._inner.zero_grad(set_to_none=False)
+        self._flat.point_gradients()
 
     # --- state ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """A checkpoint of the whole job: `model` for plain PyTorch's load_state_dict, `fabric` to resume."""
-        if self.mode == "sync":
-            return {"model": _cloned(self.model), "optimizer": self._inner.state_dict()}
+        """A checkpoint that plain PyTorch loads: `model`, `optimizer`; `join(resume=...)` goes on from it."""
         self.finish()
-        return {"model": _cloned(self.model), "fabric": self.fabric.state_dict(self._timeout)}
+        return {"model": _cloned(self.model), "optimizer": self._plain_state(), "version": self.version}
+
+    def _plain_state(self) -> dict[str, Any]:
+        if self._read is None:
+            own: dict[str, Any] = self._inner.state_dict()
+            return own
+        held = self.fabric.state_dict(self._timeout)
+        vectors = [arrays[ARRAY] for _, arrays in sorted(held["state"].items())]
+        steps = int(held["version"]) // self._every
+        return plain_state(self._inner, self._flat.parameters, vectors, steps)
 
     def finish(self) -> None:
-        """Wait for the update on its way and take the freshest model."""
+        """Wait for the update on its way and take the freshest model; nobody waits for this worker then."""
         if self.mode != "sync":
             self._settle()
             self._pulling = None
-            self._load(self.fabric.pull(self._timeout))
+            self._load(self.fabric.pull(self._timeout, aside=True))
+
+    def wait_for_others(self, timeout: float | None = None) -> None:
+        """Until all other workers have left; then this one has the model that all of them trained."""
+        until = time.monotonic() + timeout if timeout is not None else None
+        self.finish()
+        while self.fabric.worker_count > 1:
+            if until is not None and time.monotonic() >= until:
+                raise TimeoutError(
+                    f"{self.fabric.worker_count - 1} workers still train (after {timeout:g} s)"
+                )
+            time.sleep(0.05)
+        self.finish()
 
     def close(self) -> None:
-        """Finish, and leave."""
+        """Finish, hand on what this member serves, and leave."""
         try:
             self.finish()
+            if self.fabric.worker_count > 1:
+                self.fabric.drain(self._timeout)
         finally:
             self.fabric.close()
 
@@ -232,19 +324,33 @@ def _cloned(model: torch.nn.Module) -> dict[str, Any]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
+def _load(resume: Mapping[str, Any], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if "model" not in resume:
+        raise FabricError("a checkpoint to resume is a dict with `model` and, if you have it, `optimizer`")
+    try:
+        model.load_state_dict(resume["model"])
+        if resume.get("optimizer") is not None:
+            optimizer.load_state_dict(resume["optimizer"])
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise FabricError(f"the checkpoint does not fit: {error}") from None
+
+
 def join(
     model: torch.nn.Module,
     optimizer: OptimizerWish,
     mode: Mode = "async",
     *,
-    max_delay: int | Literal["auto", "none"] = "auto",
-    divergence: float | None = 0.02,
-    shards: int | None = None,
-    codec: str = "float32",
-    pull: Pull = "after",
+    max_delay: Bound | Unset = UNSET,
+    staleness: int | Unset = UNSET,
+    wait_for: int | Unset = UNSET,
+    divergence: float | Unset | None = UNSET,
+    shards: int | Unset = UNSET,
+    codec: str | Unset = UNSET,
+    pull: Pull | Unset = UNSET,
     clip_norm: float | None = None,
-    local_steps: int = 8,
-    outer: tuple[float, float] = (OUTER_LR, OUTER_MOMENTUM),
+    local_steps: int | Unset = UNSET,
+    outer: tuple[float, float] | Unset = UNSET,
+    resume: Mapping[str, Any] | None = None,
     timeout: float = 60.0,
     fabric: Fabric | None = None,
     **membership: Any,
@@ -254,34 +360,30 @@ def join(
 
     `optimizer` is a pair of a name of torch.optim and its settings, an optimizer of the model's parameters,
     or what makes one from them. `mode`: "async" (servers step as updates come, none older than `max_delay`),
-    "sync" (all ranks step together), "local" (`local_steps` steps of one's own, then the `outer` learning
-    rate and momentum on what they changed). `pull`: take the model after the update is in, alongside it, or
-    overlapped with the next step's computation. `codec`: how gradients travel, see `Fabric.publish`.
+    "ssp" (the same, no worker more than `staleness` steps ahead of the slowest), "backup" (a step is the mean
+    of the first `wait_for` gradients), "sync" (all ranks step together), "local" (`local_steps` steps of
+    one's own, then the `outer` learning rate and momentum on what they changed). `pull`: take the model after
+    the update is in, alongside it, or overlapped with the next step's computation. `codec`: how gradients
+    travel, see `Fabric.publish`. `resume`: a checkpoint, of `state_dict` or of plain PyTorch.
     """
-    if mode not in MODES:
-        raise FabricError(f"unknown mode {mode!r}; modes are {', '.join(MODES)}")
-    if pull not in PULLS:
-        raise FabricError(f"unknown pull {pull!r}; it is one of {', '.join(PULLS)}")
-    if local_steps < 1:
-        raise FabricError(f"local_steps is at least 1, not {local_steps}")
+    wishes = fitting(
+        mode,
+        {
+            "max_delay": max_delay,
+            "staleness": staleness,
+            "wait_for": wait_for,
+            "divergence": divergence,
+            "shards": shards,
+            "codec": codec,
+            "pull": pull,
+            "clip_norm": clip_norm,
+            "local_steps": local_steps,
+            "outer": outer,
+        },
+    )
     joined = fabric if fabric is not None else join_fabric(**membership)
     try:
-        return Training(
-            joined,
-            model,
-            optimizer,
-            mode,
-            max_delay,
-            divergence,
-            shards,
-            codec,
-            pull,
-            clip_norm,
-            local_steps,
-            outer,
-            joined.expected,
-            timeout,
-        )
+        return Training(joined, model, optimizer, wishes, timeout, resume)
     except BaseException:
         joined.close()
         raise

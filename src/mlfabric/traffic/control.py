@@ -30,6 +30,12 @@ _SEGMENT_BYTES: Final = 1448
 _XON: Final = 0.5  # share of the mark at which paused senders resume
 _MOST_STEPS: Final = 2_000_000
 _MOST_BURSTS: Final = 400
+# Where a trickle fills the pauses, bursts are told by load: bins of an iteration, and of the fullest bin the
+# share above which a bin is part of a burst; fewer empty bins than these do not end one.
+_BINS: Final = 1000
+_MOST_BINS: Final = 200_000
+_LOADED: Final = 0.3
+_BRIDGED: Final = 3
 
 
 @dataclass(frozen=True)
@@ -64,10 +70,16 @@ def schedules(cycles: Sequence[Cycle], shifts_ns: Sequence[int]) -> list[Schedul
 
 def _schedule(cycle: Cycle, shift_ns: int) -> Schedule:
     trace = cycle.unrolled(1)
+    bins = min(_BINS * cycle.rounds, _MOST_BINS)
+    load, _ = np.histogram(trace.time_ns, bins, (0, cycle.length_ns), weights=trace.size.astype(np.float64))
+    fullest_bps = load.max() * 8e9 * bins / cycle.length_ns
     found = find_bursts(trace)
     if len(found) > _MOST_BURSTS:
         # Bursts inside bursts: take iterations apart only at pauses that matter on their scale.
         found = find_bursts(trace, cycle.period_ns / 100)
+    on_ns = max(int(found.duration_ns.sum()), 1)
+    if len(found) > _MOST_BURSTS or found.bytes.sum() * 8e9 < _LOADED * fullest_bps * on_ns:
+        return _schedule_by_load(load, cycle, shift_ns)
     duration = np.maximum(found.duration_ns, 1000)
     ends = found.start_ns + found.duration_ns
     following = np.append(found.start_ns[1:], cycle.length_ns + found.start_ns[0])
@@ -77,6 +89,21 @@ def _schedule(cycle: Cycle, shift_ns: int) -> Schedule:
         np.maximum(following - ends, 0) / NS_PER_S,
         shift_ns % cycle.length_ns / NS_PER_S,
     )
+
+
+def _schedule_by_load(load: NDArray[np.float64], cycle: Cycle, shift_ns: int) -> Schedule:
+    """Bursts as runs of loaded bins; what trickles between them is sent with the one before."""
+    width_s = cycle.length_ns / len(load) / NS_PER_S
+    busy = np.flatnonzero(load > _LOADED * load.max())
+    breaks = np.flatnonzero(np.diff(busy) > _BRIDGED)
+    first, last = busy[np.append(0, breaks + 1)], busy[np.append(breaks, len(busy) - 1)]
+    turned = np.roll(load, -first[0])  # what comes before the first burst belongs to the last
+    sizes = np.add.reduceat(turned, first - first[0])
+    own = np.array([load[a : b + 1].sum() for a, b in zip(first, last, strict=True)])
+    lasting_s = (last - first + 1) * width_s
+    following = np.append(first[1:], first[0] + len(load))
+    start_s = (first[0] * width_s + shift_ns / NS_PER_S) % (cycle.length_ns / NS_PER_S)
+    return Schedule(sizes, own * 8 / lasting_s, (following - last - 1) * width_s, start_s)
 
 
 class _Senders:

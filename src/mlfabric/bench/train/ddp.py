@@ -1,0 +1,70 @@
+"""PyTorch's own: DistributedDataParallel on Gloo, plain, with a compressing hook, or as post-local SGD."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from mlfabric.bench.train.exchange import Exchanged, make_optimizer
+from mlfabric.bench.train.settings import StepSize
+from mlfabric.errors import FabricError
+
+# Steps by all-reduce before local ones begin: PowerSGD and post-local SGD both want a few.
+WARM_UP = 10
+
+
+class Ddp:
+    same_everywhere = True
+
+    def __init__(self, model: Any, size: StepSize, options: Mapping[str, Any]) -> None:
+        dist.init_process_group("gloo")
+        self._first = next(model.parameters())
+        self.module = DistributedDataParallel(model)
+        self._optimizer = make_optimizer(model, size)
+        self._local_steps = int(options.get("local_steps", 0))
+        self._steps = 0
+        if self._local_steps:
+            self._become_local()
+        elif "hook" in options:
+            self._compress(str(options["hook"]), int(options.get("rank", 1)))
+
+    def _compress(self, hook: str, rank: int) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        if hook == "fp16":
+            self.module.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif hook == "powersgd":
+            state = powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=rank, start_powerSGD_iter=WARM_UP
+            )
+            self.module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        else:
+            raise FabricError(f"unknown hook {hook!r}")
+
+    def _become_local(self) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+        from torch.distributed.optim import PostLocalSGDOptimizer
+
+        # Every rank is a group of its own between two averages.
+        alone, _ = dist.new_subgroups(1)
+        state = post_localSGD_hook.PostLocalSGDState(None, alone, start_localSGD_iter=WARM_UP)
+        self.module.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+        averager = PeriodicModelAverager(period=self._local_steps, warmup_steps=WARM_UP)
+        self._optimizer = PostLocalSGDOptimizer(self._optimizer, averager)
+
+    def watch(self, computed: Callable[[], None]) -> None:
+        # The first parameter's gradient is the last to come; the buckets before it are on their way then.
+        self._first.register_post_accumulate_grad_hook(lambda parameter: computed())
+
+    def step(self) -> Exchanged:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._steps += 1
+        if self._local_steps and self._steps > WARM_UP:
+            shared = (self._steps - WARM_UP - 1) % self._local_steps == 0
+            return Exchanged((0,) if shared else (), shared=shared)
+        return Exchanged((0,))

@@ -1,0 +1,37 @@
+"""Ours: a model trained through `mlfabric.torch.join`, as any user would call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mlfabric.bench.train.exchange import Exchanged
+from mlfabric.bench.train.settings import StepSize
+from mlfabric.torch import join
+
+# What a contender does not choose is the default of join(), but for replicas: nobody else has any.
+WITHOUT_REPLICAS = {"divergence": None}
+
+
+class FabricExchange:
+    def __init__(self, model: Any, size: StepSize, options: Mapping[str, Any]) -> None:
+        chosen = {**WITHOUT_REPLICAS, **options}
+        optimizer = ("SGD", {"lr": size.lr, "momentum": size.momentum})
+        self.module = model
+        self.same_everywhere = chosen["mode"] in ("sync", "backup")
+        self._local_steps = int(chosen.get("local_steps", 1)) if chosen["mode"] == "local" else 1
+        self.training = join(model, optimizer, timeout=300.0, **chosen)
+        self._told, self._dropped = 0, 0
+
+    def watch(self, computed: Callable[[], None]) -> None:
+        pass
+
+    def step(self) -> Exchanged:
+        training = self.training
+        training.step()
+        if training.mode == "sync":
+            return Exchanged((0,))
+        delays = tuple(training.delays[self._told :])
+        self._told += len(delays)
+        dropped, self._dropped = training.dropped - self._dropped, training.dropped
+        return Exchanged(delays, dropped, shared=training.steps % self._local_steps == 0)

@@ -1,0 +1,183 @@
+"""One run: a lab of the scenario, a worker on each host, then the snapshots judged on the test images."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from mlfabric import scenario as scenarios
+from mlfabric.bench.train.entries import find_entry
+from mlfabric.bench.train.judging import RunResult
+from mlfabric.bench.train.settings import RunSettings, fit
+from mlfabric.bench.train.task import Fashion, accuracy, load_weights, make_model
+from mlfabric.bench.train.worker import StepRecord, WorkerOrder
+from mlfabric.errors import FabricError
+from mlfabric.lab import Lab, RunOptions
+from mlfabric.lab.manifest import MachineLoad, versions
+
+RESULT: Final = "result.json"
+# While it runs, a look at some of the test images now and then, only to know when it may end.
+LOOK_EVERY_S: Final = 5.0
+LOOK_IMAGES: Final = 2000
+LOOK_MARGIN: Final = 0.005
+LOOKS_IN_A_ROW: Final = 4
+
+
+class Watch:
+    """Decides when a run may end: its time is over, or the target has been seen often enough."""
+
+    def __init__(
+        self, settings: RunSettings, folder: Path, data: Fashion, told: Callable[[float], None]
+    ) -> None:
+        self._settings, self._snapshots, self._data, self._told = settings, folder / "snapshots", data, told
+        self._model = make_model(settings.seed)
+        self._next_s = LOOK_EVERY_S
+        self._seen = ""
+        self._in_a_row = 0
+        self._load: MachineLoad | None = None
+        self.cpu_share = 0.0
+        self.seconds = 0.0
+        self.early = False
+
+    def over(self, seconds: float) -> bool:
+        if self._load is None:
+            self._load = MachineLoad()
+        self.seconds = seconds
+        if seconds >= self._next_s:
+            self._next_s += LOOK_EVERY_S
+            self._told(seconds)
+            self.early = self._look()
+        if seconds < self._settings.limit_s and not self.early:
+            return False
+        self._load.update()
+        self.cpu_share = self._load.busy_share()
+        return True
+
+    def _look(self) -> bool:
+        newest = max(self._snapshots.glob("*.npy"), default=None) if self._snapshots.exists() else None
+        if newest is None or newest.name == self._seen:
+            return False
+        self._seen = newest.name
+        load_weights(self._model, read_snapshot(newest))
+        enough = max(self._settings.targets) + LOOK_MARGIN
+        good = accuracy(self._model, self._data, LOOK_IMAGES) >= enough
+        self._in_a_row = self._in_a_row + 1 if good else 0
+        return self._in_a_row >= LOOKS_IN_A_ROW
+
+
+def make_run(
+    settings: RunSettings,
+    folder: Path,
+    data_folder: Path,
+    told: Callable[[float], None] = lambda seconds: None,
+) -> RunResult:
+    """Run it; what was in the folder before is gone. The result is written last, so that it is whole."""
+    entry = find_entry(settings.contender)
+    scenario = fit(scenarios.load(scenarios.find(settings.scenario)), settings)
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    torch.set_num_threads(1)
+    data = Fashion(data_folder)
+    hosts = scenario.places(scenario.jobs[0]).workers
+    if entry.how == "alone":
+        hosts = hosts[:1]
+    order = WorkerOrder(settings, hosts, str(data_folder))
+    watch = Watch(settings, folder / "run", data, told)
+    with Lab(scenario) as lab:
+        done = lab.run(
+            [sys.executable, "-m", "mlfabric.bench.train.worker", msgspec.json.encode(order).decode()],
+            RunOptions(hosts=hosts, folder=folder / "run", together=True, until=watch.over, grace_s=2.0),
+        )
+    if not done.ok:
+        raise FabricError(f"{settings.contender}, seed {settings.seed}: {done.complaints[0]}")
+    result = read_result(settings, folder / "run", data, watch)
+    draft = folder / f"{RESULT}.new"
+    draft.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
+    draft.replace(folder / RESULT)
+    shutil.rmtree(folder / "run" / "snapshots")
+    return result
+
+
+def read_result(settings: RunSettings, folder: Path, data: Fashion, watch: Watch) -> RunResult:
+    """What the run folder says."""
+    records: list[list[StepRecord]] = []
+    decoder = msgspec.json.Decoder(StepRecord)
+    for path in sorted(folder.glob("steps-*.jsonl"), key=lambda path: int(path.stem.split("-")[1])):
+        # A worker may have been ended in the middle of a line.
+        whole = path.read_bytes().split(b"\n")[:-1]
+        found = (decoder.decode(line) for line in whole)
+        records.append([record for record in found if record.done_s <= watch.seconds])
+    steps = [record for each in records for record in each]
+    count = max(len(steps), 1)
+    delays = Counter(delay for record in steps for delay in record.delays)
+    entry = find_entry(settings.contender)
+    # A local step is a gradient too, whether its worker tells of it at once or with others.
+    infrequent = entry.kind == "infrequent"
+    return RunResult(
+        settings=settings,
+        seconds=watch.seconds,
+        ended_early=watch.early,
+        curve=judge_snapshots(folder / "snapshots", settings, data, watch.seconds),
+        steps=len(steps),
+        updates=len(steps) if infrequent else sum(delays.values()),
+        dropped=sum(record.dropped for record in steps),
+        delays=dict(delays),
+        overran_share=sum(record.overran for record in steps) / count,
+        gradient_s=sum(record.gradient_s for record in steps) / count,
+        compute_s=sum(record.lasts_s for record in steps) / count,
+        exchange_s=sum(record.done_s - record.computed_s for record in steps) / count,
+        cpu_share=watch.cpu_share,
+        link_bytes=read_links(folder / "links.csv"),
+        steps_by_rank=[len(each) for each in records],
+        versions=versions(),
+    )
+
+
+def judge_snapshots(
+    folder: Path, settings: RunSettings, data: Fashion, until_s: float
+) -> list[tuple[float, float]]:
+    """Accuracy on all test images against time, from the snapshots."""
+    model = make_model(settings.seed)
+    curve = []
+    for path in sorted(folder.glob("*.npy")) if folder.exists() else []:
+        at_s = int(path.stem.split("-")[0]) / 1000
+        if at_s <= until_s:
+            load_weights(model, read_snapshot(path))
+            curve.append((at_s, accuracy(model, data)))
+    return curve
+
+
+def read_snapshot(path: Path) -> Any:
+    import numpy as np
+
+    return np.load(path)
+
+
+def read_links(path: Path) -> dict[str, int]:
+    """Bytes on the wire by link and direction, over the whole run."""
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    if path.exists():
+        with path.open() as file:
+            for line in csv.DictReader(file):
+                sent = int(line["sent_bytes"])
+                first.setdefault(line["link"], sent)
+                last[line["link"]] = sent
+    return {link: last[link] - first[link] for link in last}
+
+
+def read_run(folder: Path) -> RunResult | None:
+    """The result of a run that was made; None if there is none, or not a whole one."""
+    try:
+        return msgspec.json.decode((folder / RESULT).read_bytes(), type=RunResult)
+    except (OSError, msgspec.DecodeError):
+        return None

@@ -1,0 +1,167 @@
+"""Which link held a transfer back, judged from what senders say of their flows. Pure; the scheduler asks.
+
+A flow that the network held back was held back by its sender's uplink, by its receiver's downlink, or by
+neither's fault: another flow filled one of them too. So what counts is what all flows of a link carry
+together.
+
+- What a link carries it can carry: a belief is raised at once.
+- A flow held back on a link that is full, as far as believed, is explained.
+- Otherwise one of the two beliefs is too high. After a moment, in which the reports of other flows come in,
+  that link is blamed that several such flows have in common; else the one that has not been seen full for
+  longer; else both. A belief that is too low does little harm: transfers are paced above it, and the next one
+  that is let through raises it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# A link that carries this share of what is believed of it is full.
+FULL = 0.88
+# A report counts for so long; a sender repeats itself while its flow lasts.
+FLOW_S = 1.2
+# For so long reports of other flows are awaited before anybody is blamed.
+DECIDE_S = 0.25
+# A link that was seen full so many seconds later than the other is trusted more.
+CLEARLY_S = 0.5
+# How far one report of a full link moves what is believed of it, and differences that are news.
+SMOOTHING = 0.3
+NEWS = 0.05
+
+Way = tuple[str, str]  # (host, "up" or "down")
+
+
+@dataclass(slots=True)
+class _Flow:
+    ends: tuple[str, str]  # hosts
+    rate: float | None  # None: it has just begun
+    limited: bool  # by the network: neither paced, nor waiting for its application
+    at: float
+    since: float | None = None  # held back without an explanation
+
+
+@dataclass(slots=True)
+class _Belief:
+    rate: float
+    full_at: float  # seen full, or told by somebody who knows
+    told: float  # the rate the planner has
+    over_since: float | None = None  # it seems to carry more than is believed
+
+
+class LinkBeliefs:
+    """What is believed of the links of hosts, in payload bytes per second."""
+
+    def __init__(self) -> None:
+        self._flows: dict[tuple[str, str], _Flow] = {}  # by source and target node
+        self._beliefs: dict[Way, _Belief] = {}
+
+    def rate(self, host: str, way: str) -> float | None:
+        """None: nothing was learned of it."""
+        belief = self._beliefs.get((host, way))
+        return belief.told if belief is not None else None
+
+    def assume(self, host: str, way: str, rate: float) -> None:
+        """What a member said of its own link counts until its flows say otherwise."""
+        self._beliefs.setdefault((host, way), _Belief(rate, float("-inf"), rate))
+
+    def learn(self, host: str, way: str, rate: float, now: float) -> bool:
+        """The host itself has found out; whether that is news."""
+        return self._set((host, way), rate, now)
+
+    def forget(self, host: str) -> None:
+        for way in ("up", "down"):
+            self._beliefs.pop((host, way), None)
+        self._flows = {nodes: flow for nodes, flow in self._flows.items() if host not in flow.ends}
+
+    def flow_seen(
+        self,
+        source: str,
+        target: str,
+        rate: float | None,
+        limited: bool,
+        now: float,
+        nodes: tuple[str, str] | None = None,
+    ) -> bool:
+        """A sender's report of what it sends from host to host, zero when it has ended, None when it has just
+        begun; whether a belief changed. `nodes` tells apart the flows of several processes of a host."""
+        key = nodes or (source, target)
+        self._flows = {each: flow for each, flow in self._flows.items() if now - flow.at <= FLOW_S}
+        if rate == 0 or source == target:
+            self._flows.pop(key, None)
+            return False
+        before = self._flows.get(key)
+        since = before.since if before is not None and limited else None
+        flow = self._flows[key] = _Flow((source, target), rate, limited, now, since)
+        up, down = (source, "up"), (target, "down")
+        news = [self._raise(way, limited, now) for way in (up, down)]
+        if limited:
+            news.append(self._explain(flow, up, down, now))
+        return any(news)
+
+    def _flows_of(self, way: Way) -> list[_Flow]:
+        host, direction = way
+        end = 0 if direction == "up" else 1
+        return [flow for flow in self._flows.values() if flow.ends[end] == host]
+
+    def _carried(self, way: Way) -> float:
+        return sum(flow.rate or 0.0 for flow in self._flows_of(way))
+
+    def _held_back(self, way: Way) -> int:
+        """How many flows of a link are held back by the network."""
+        return sum(flow.limited for flow in self._flows_of(way))
+
+    def _raise(self, way: Way, limited: bool, now: float) -> bool:
+        """What a link carries it can carry; whether that is news."""
+        belief = self._beliefs.get(way)
+        carried = self._carried(way)
+        if belief is None or carried < FULL * belief.rate:
+            return False
+        if carried <= (1 + NEWS) * belief.rate:
+            belief.over_since = None
+            move = SMOOTHING * (carried - belief.rate) if limited or carried > belief.rate else 0.0
+            return self._set(way, belief.rate + move, now)
+        # One of several flows may have ended without our knowing yet; a single one is sure.
+        if belief.over_since is None:
+            belief.over_since = now
+        if len(self._flows_of(way)) > 1 and now - belief.over_since < DECIDE_S:
+            return False
+        return self._set(way, carried, now)
+
+    def _explain(self, flow: _Flow, up: Way, down: Way, now: float) -> bool:
+        for way in (up, down):
+            belief = self._beliefs.get(way)
+            if belief is not None and self._carried(way) >= FULL * belief.rate:
+                flow.since = None
+                return False
+        if flow.since is None:
+            flow.since = now
+        unclear = any(other.rate is None for way in (up, down) for other in self._flows_of(way))
+        if unclear or now - flow.since < DECIDE_S:
+            return False
+        flow.since = None
+        news = [self._set(way, self._carried(way), now) for way in self._blamed(up, down)]
+        return any(news)
+
+    def _blamed(self, up: Way, down: Way) -> tuple[Way, ...]:
+        out, into = self._held_back(up), self._held_back(down)
+        if out != into and max(out, into) > 1:
+            return (up,) if out > into else (down,)
+        proved = [
+            belief.full_at if (belief := self._beliefs.get(way)) is not None else None for way in (up, down)
+        ]
+        if proved[0] is None or proved[1] is None:
+            return tuple(way for way, at in zip((up, down), proved, strict=True) if at is None)
+        if abs(proved[0] - proved[1]) >= CLEARLY_S:
+            return (up,) if proved[0] < proved[1] else (down,)
+        return (up, down)
+
+    def _set(self, way: Way, rate: float, now: float) -> bool:
+        belief = self._beliefs.get(way)
+        if belief is None:
+            self._beliefs[way] = _Belief(rate, now, rate)
+            return True
+        belief.rate, belief.full_at, belief.over_since = rate, now, None
+        if abs(rate - belief.told) <= NEWS * belief.told:
+            return False
+        belief.told = rate
+        return True
