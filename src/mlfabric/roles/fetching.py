@@ -70,8 +70,10 @@ class Fetching:
 
     def failed(self, transfer: str, retry_at: float) -> None:
         for pull in self._pulls.values():
-            if pull.transfers.pop(transfer, None) is not None:
-                pull.retry_at = retry_at
+            gone = pull.transfers.pop(transfer, None)
+            if gone is not None:
+                moved = gone[1].epoch < self._shards[gone[0]].epoch  # another leads by now: it can be asked
+                pull.retry_at = 0.0 if moved else retry_at
 
     def leader_silent(self, led: set[int], retry_at: float) -> None:
         for pull in self._pulls.values():
@@ -97,6 +99,7 @@ class Fetching:
             if pull.wanted.with_state:
                 actions += self._begin_again(name, pull)
             elif shard not in pull.versions and all(of != shard for of, _ in pull.transfers.values()):
+                pull.retry_at = None
                 actions.append(self._ask(name, (shard,)))
         return actions
 
@@ -105,7 +108,10 @@ class Fetching:
         for name, pull in self._pulls.items():
             if pull.retry_at is not None and now >= pull.retry_at:
                 pull.retry_at = None
-                lacking = tuple(sorted(self._shards.keys() - pull.versions.keys()))
+                coming = {shard for shard, _ in pull.transfers.values()}
+                lacking = tuple(sorted(self._shards.keys() - pull.versions.keys() - coming))
+                if not lacking:
+                    continue
                 actions.append(self._ask(name, () if pull.wanted.with_state else lacking))
         return actions
 

@@ -6,6 +6,9 @@ nearest by: the leader or its replica.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+
 from mlfabric.messages import AppliedReport, PullFailed, PullWanted, Replicate, ServePull
 from mlfabric.plan.values import Reserved
 from mlfabric.roles.actions import Action, Send
@@ -13,6 +16,7 @@ from mlfabric.roles.domain import Domain, Fetch, Job
 from mlfabric.roles.entries import ShardBook
 from mlfabric.roles.pace import Pace
 from mlfabric.roles.release import MAX_RATE
+from mlfabric.topology import Link
 
 # A replica is brought up to date in spare time once it has used up this share of its bound.
 SPARE_SHARE = 0.5
@@ -55,6 +59,7 @@ class Pulls:
             return []  # the new leader's announcement makes the worker ask again; or the job ends
         actions: list[Action] = []
         moving = job.taking_over()
+        users = self._users()
         fetch = Fetch(sender, {}, {}, message.with_state)
         after = job.book.entries.last_number() if message.with_state else None
         for index, shard in sorted(job.book.shards.items()):
@@ -64,7 +69,7 @@ class Pulls:
                 fetch.held.add(index)
                 continue
             holder = self._nearest(job, shard, sender) if message.first else shard.range.leader
-            rate = self._spare_rate(holder, sender)
+            rate = self._spare_rate(holder, sender, users)
             source, target = self._domain.members[holder].host, self._domain.members[sender].host
             size = float(shard.range.count * 4)
             if source != target:
@@ -149,23 +154,25 @@ class Pulls:
                 del job.pulls[pull]
                 job.demand.waits_no_more(fetch.node, now)
 
-    def _spare_rate(self, source: str, target: str) -> float:
+    def _spare_rate(self, source: str, target: str, users: Mapping[Link, int] | None = None) -> float:
         """What the path has left beside other pulls; never less than a fair part of it."""
         here, there = self._domain.members[source].host, self._domain.members[target].host
         if here == there:
             return MAX_RATE
-        path = self._domain.network.path(here, there)
-        rate = float("inf")
-        for link in path:
-            users = 1
-            for job in self._domain.jobs.values():
-                for pulling in job.pulls.values():
-                    users += sum(
-                        link in self._domain.network.path(r.source, r.target)
-                        for r, _ in pulling.reserved.values()
-                    )
-            rate = min(rate, self._domain.network.capacity(link) / users)
-        return rate
+        users = self._users() if users is None else users
+        network = self._domain.network
+        return min(network.capacity(link) / (1 + users.get(link, 0)) for link in network.path(here, there))
+
+    def _users(self) -> Counter[Link]:
+        """How many parts of models each link carries."""
+        network = self._domain.network
+        return Counter(
+            link
+            for job in self._domain.jobs.values()
+            for pulling in job.pulls.values()
+            for reserved, _ in pulling.reserved.values()
+            for link in network.path(reserved.source, reserved.target)
+        )
 
     def spare_replication(self, job: Job, report: AppliedReport) -> list[Action]:
         """Use a moment's spare capacity before the bound makes the server wait."""

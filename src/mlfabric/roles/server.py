@@ -169,7 +169,9 @@ class Server:
                 self._yielding = True
                 stranger = replica is not None and replica != self._link.node
                 assigned = self._link.assigned(replica, "", orderly=True) if stranger else []
-                return [*assigned, *self._yield_lead(now)]
+                # The link is for what has to move; the model comes from who leads next.
+                stopped = self._serving.stop(f"the lead of shard {self._shard} moves")
+                return [*stopped, *assigned, *self._yield_lead(now)]
         return []
 
     def _tell(self, message: ControlMessage) -> Send:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mlfabric.messages import ModelPart, ServePull, Version
-from mlfabric.roles.actions import Action, FreeBuffer, SnapshotShard, StartTransfer
+from mlfabric.roles.actions import Action, CancelTransfer, FreeBuffer, SnapshotShard, StartTransfer
 
 
 @dataclass(slots=True)
@@ -76,6 +76,13 @@ class Serving:
         pull, key = self._under_way.pop(transfer)
         self._snapshots[key].users -= 1
         return pull
+
+    def stop(self, reason: str) -> list[Action]:
+        """Send nothing more of what is under way; who waits for it will ask elsewhere."""
+        stopped: list[Action] = [CancelTransfer(transfer, reason) for transfer in self._under_way]
+        for transfer in list(self._under_way):
+            self.sent(transfer)
+        return [*stopped, *self.free_unused()]
 
     def free_unused(self) -> list[Action]:
         unused = [key for key, snapshot in self._snapshots.items() if snapshot.users == 0]
