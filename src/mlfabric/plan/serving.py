@@ -53,7 +53,8 @@ def serving_shares(
     ranked = sorted(
         (host for host, left in spare.items() if left >= SERVES_FROM * most > 0), key=lambda h: -spare[h]
     )
-    able, carried = [], 0.0
+    able: list[str] = []
+    carried = 0.0
     for host in _dealt_over_racks(ranked, spare, most, rack_of):
         if carried >= HEADROOM * wanted and able:
             break
