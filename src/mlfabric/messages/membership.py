@@ -111,3 +111,4 @@ class StepDown(Message, frozen=True):
 
     role: str
     reason: str
+    orderly: bool = False  # others were told to take over; nothing went wrong

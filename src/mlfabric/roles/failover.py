@@ -138,13 +138,13 @@ class FailOver:
                 "lead-moved" if moved else "failed-over",
                 f"shard {message.shard} is led by {sender} from version {message.version}, "
                 f"optimizer state {message.version - message.state_version} versions older: {expected[1]}",
-                loud=True,
+                loud=not moved,
                 value=float(message.version),
             )
         ]
         if moved:
             why = f"shard {message.shard} is led by {sender} now"
-            actions.append(Send(before, "member", StepDown(f"server.{message.shard}", why)))
+            actions.append(Send(before, "member", StepDown(f"server.{message.shard}", why, orderly=True)))
         if lost:
             actions.append(Note("lost", f"committed, but not in {sender} when it took over", lost, loud=True))
         replica_actions = self._placing.find_replicas(job)

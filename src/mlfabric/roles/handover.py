@@ -71,7 +71,9 @@ class Handover:
         actions: list[Action] = []
         if shard.range.replica is not None:
             why = f"shard {index} is followed by {target} now"
-            actions.append(Send(shard.range.replica, "member", StepDown(f"replica.{index}", why)))
+            actions.append(
+                Send(shard.range.replica, "member", StepDown(f"replica.{index}", why, orderly=True))
+            )
         shard.range = msgspec.structs.replace(shard.range, replica=target)
         shard.replica_filled = False
         return [*actions, self._placing.follow_order(job, shard.range)]

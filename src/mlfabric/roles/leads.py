@@ -39,7 +39,7 @@ class Leads:
                 working[member.host] = working.get(member.host, 0) + 1
         own = {}
         rates = {}
-        for name in {*working, *hosts}:
+        for name in sorted({*working, *hosts}):
             host, workers = network.hosts[name], working.get(name, 0)
             rates[name] = min(host.up_bytes_per_s, host.down_bytes_per_s)
             each = job.demand.own_traffic(rates[name] / workers, size_bytes) if workers else 0.0
