@@ -345,6 +345,10 @@ class Node:
         end = getattr(role, "end", None)
         for action in end() if end else []:
             self._perform(name, action, cause)
+        kind, _, shard = name.partition(".")
+        other = {"server": "replica", "replica": "server"}.get(kind)
+        if role is not None and other is not None and f"{other}.{shard}" not in self.roles:
+            self.data.drop_shard(int(shard))
 
     def _follow(self, scheduler: str, term: int, cause: str) -> None:
         """The other roles report to the new scheduler first; the member's own word ends the report."""

@@ -112,3 +112,4 @@ class StepDown(Message, frozen=True):
 
     role: str
     reason: str
+    orderly: bool = False  # others were told to take over; nothing went wrong

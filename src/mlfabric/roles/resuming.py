@@ -122,6 +122,7 @@ class Resuming:
         job.book = OrderBook(job.name, wanted.settings, wanted.elements, self._domain.settings.term, first)
         job.promoting.clear()
         job.moving.clear()
+        job.late.clear()
         job.pulls.clear()
         job.pace = None
         actions: list[Action] = []

@@ -143,7 +143,7 @@ class Training:
             apply=rule,
             max_delay="none" if self.mode == "ssp" else wishes.max_delay,
             divergence=wishes.divergence,
-            shards=wishes.shards or max(workers, 1),
+            shards=wishes.shards or "auto",
             codec=wishes.codec,
             staleness=wishes.staleness if self.mode == "ssp" else None,
             wait_for=self._every if self.mode == "backup" else None,
