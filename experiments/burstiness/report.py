@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 PAPER = 60.0  # peak to mean on windows of 5 ms, arXiv 2401.00329
-UNPACED, PACED = "1gbit-mlfabric", "1gbit-mlfabric-paced"
+PACED = "-paced"
 
 
 def load(folder: Path) -> dict[str, dict[str, Any]]:
     """Runs by name, in the order of rates."""
     files = [file for file in folder.glob("*.json") if not file.name.startswith("jobs-")]
     found = {file.stem: json.loads(file.read_text()) for file in files}
-    order = ["100mbit", "400mbit", "1gbit"]
+    order = ["100mbit", "400mbit", "1gbit", "2gbit"]
     return dict(sorted(found.items(), key=lambda item: (order.index(item[0].split("-")[0]), item[0])))
 
 
@@ -90,41 +91,57 @@ def extrapolation(runs: dict[str, dict[str, Any]]) -> list[str]:
     for name, run in runs.items():
         for jobs, found in run["extrapolation"].items():
             worst = found["worst_backlog_bytes"]
+            best = found["best"]["backlog_median_bytes"] / 1e6
             lines.append(
                 f"| {name} | {jobs} | {'no bound' if worst is None else f'{worst / 1e6:.1f}'} "
                 f"| {found['random']['backlog_median_bytes'] / 1e6:.1f} | {found['random']['loss_mean']:.2%} "
-                f"| {found['random']['no_loss_share']:.0%} "
-                f"| {found['best']['backlog_median_bytes'] / 1e6:.1f} "
+                f"| {found['random']['no_loss_share']:.0%} | {best:.1f} "
                 f"| {found['aligned']['closed_loop_stretch']:.3f}x |"
             )
     return lines
 
 
 def pacing(runs: dict[str, dict[str, Any]]) -> list[str]:
-    if UNPACED not in runs or PACED not in runs:
-        return ["(not run)"]
-    before, after = runs[UNPACED], runs[PACED]
+    lines: list[str] = []
+    for name, after in runs.items():
+        before = runs.get(name.removesuffix(PACED))
+        if name.endswith(PACED) and before is not None:
+            lines += [f"### {name.removesuffix(PACED)}", "", *_pair(before, after), ""]
+    return lines[:-1] or ["(not run)"]
+
+
+def _pair(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     lines = [
         "| host | sent, PtM(5 ms) before | after | times lower | received, before | after | times lower |"
     ]
     lines.append("|---|---|---|---|---|---|---|")
+    columns: list[list[float]] = [[], [], [], []]
     for host, was in before["hosts"].items():
         now = after["hosts"][host]
-        row = []
-        for way in ("out", "in"):
-            first, second = was[way]["peak_to_mean_5ms"], now[way]["peak_to_mean_5ms"]
-            row += [f"{first:.1f}", f"{second:.1f}", f"{first / second:.1f}"]
-        lines.append(f"| {host} | {' | '.join(row)} |")
+        four = [each[way]["peak_to_mean_5ms"] for way in ("out", "in") for each in (was, now)]
+        for column, value in zip(columns, four, strict=True):
+            column.append(value)
+        lines.append(f"| {host} | {_row(four)} |")
+    lines.append(f"| mean | {_row([statistics.fmean(column) for column in columns])} |")
     for what in ("median", "mean"):
         one, other = before["step_s"][what], after["step_s"][what]
-        lines += ["", f"Step, {what}: {one:.2f} s, paced {other:.2f} s ({other / one - 1:+.2%})."]
+        lines += [
+            "",
+            f"Step, {what} of {after['steps']}: {one:.2f} s, paced {other:.2f} s ({other / one - 1:+.2%}).",
+        ]
     return lines
+
+
+def _row(four: list[float]) -> str:
+    sent, sent_after, received, received_after = four
+    cells = [sent, sent_after, sent / sent_after, received, received_after, received / received_after]
+    return " | ".join(f"{cell:.1f}" for cell in cells)
 
 
 def several_jobs(folder: Path) -> list[str]:
     lines = [
-        "| jobs | offered | started | predicted step | measured step "
-        "| predicted loss, open loop | frames dropped |",
+        "| jobs | offered | started | predicted step | measured step | predicted loss, open loop "
+        "| frames dropped |",
         "|---|---|---|---|---|---|---|",
     ]
     for file in sorted(folder.glob("jobs-*.json")):
@@ -148,14 +165,11 @@ def charts(runs: dict[str, dict[str, Any]], folder: Path) -> None:
     from matplotlib import pyplot
 
     colors = {"gloo": "#c2410c", "mlfabric": "#1d4ed8", "server": "#15803d", "paced": "#7e22ce"}
-    styles = {"100mbit": ":", "400mbit": "--", "1gbit": "-"}
+    styles = {"100mbit": ":", "400mbit": "--", "1gbit": "-", "2gbit": "-."}
+    pairs = [name for name in runs if name.endswith(PACED) or name + PACED in runs]
     for title, names, file in (
         ("Peak to mean of what the first host sends", list(runs), "curves.png"),
-        (
-            "Pacing, 1 Gb/s, all hosts, sent",
-            [name for name in (UNPACED, PACED) if name in runs],
-            "pacing.png",
-        ),
+        ("Pacing: what every host sends", pairs, "pacing.png"),
     ):
         figure, axes = pyplot.subplots(figsize=(7, 4.4), dpi=90)
         for name in names:

@@ -85,18 +85,21 @@ def perform(run: Run, settings: Settings, folder: Path) -> dict[str, Any]:
         addresses = {host.name: host.address for host in lab.hosts}
     if not result.ok:
         raise FabricError(f"{run.name}: " + "; ".join(result.complaints))
+    return evaluate(run, settings, folder, addresses)
+
+
+def evaluate(run: Run, settings: Settings, folder: Path, addresses: dict[str, str]) -> dict[str, Any]:
+    """All figures of a run that is over."""
     skip = settings.skip if run.skip is None else run.skip
     steps = read_steps(folder / "run", settings.hosts, skip)
-    files = {each.host: Path(each.file) for each in result.captures}
-    rate_bps = parse_rate(run.rate)
-    found = measure(files, addresses, steps, rate_bps, parse_scales(settings.scales))
     manifest = json.loads((folder / "run" / "manifest.json").read_text())
+    files = {file.stem: file for file in sorted((folder / "captures").glob("*.pcap*"))}
+    found = measure(files, addresses, steps, parse_rate(run.rate), parse_scales(settings.scales))
     return {
         "settings": msgspec.to_builtins(run),
         "skipped_steps": skip,
         "captured": "pieces of up to 16 frames" if run.pieces else "frames",
         "busy_share_of_processors": manifest.get("busy_share"),
-        "warnings": result.warnings,
         **found,
     }
 

@@ -257,6 +257,7 @@ def test_trickle_between_bursts_does_not_hide_them() -> None:
     for arrivals in (bursts, sorted(bursts + trickle)):
         times, sizes = zip(*arrivals, strict=True)
         cycle = make_cycle(Trace.from_arrays(times, sizes))
+        assert cycle.period_ns == pytest.approx(1e9, rel=1e-3)
         for shift in (0, cycle.period_ns // 2):
             plans = schedules([cycle] * 2, [0, shift])
             assert plans[0].bytes.sum() == pytest.approx(cycle.total_bytes)

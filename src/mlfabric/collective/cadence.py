@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 # Waiting that pacing may add to an iteration, as a share of it.
-ALLOWANCE = 0.02
+ALLOWANCE = 0.025
 # Calls of one iteration, at the most.
 LONGEST = 256
 # Gaps that differ by more than this share of an iteration are no rhythm.
@@ -31,11 +31,11 @@ ALIKE = 0.1
 # Shorter iterations are left alone: clocks and processors are not that punctual.
 SHORTEST_S = 0.02
 # The aim, as a share of the time that is allowed: where it begins, and how it follows what was seen.
-FIRST_AIM = 0.6
+FIRST_AIM = 0.7
 LEAST_AIM = 0.2
 SOONER, LATER = 0.8, 1.05
 # It moves later while less than this share of the allowance was used.
-WELL_WITHIN = 0.7
+WELL_WITHIN = 0.8
 # Bytes of calls that nobody waits for go so much faster than they would have to: ranks wait for each other
 # now and then, and what is left when the last call comes has to be sent in haste.
 AHEAD = 1.5

@@ -73,7 +73,9 @@ class OrderBook:
         if self.entries.waiting:
             self.entries.plan_soon(now + RATES_S)
 
-    def applied(self, report: AppliedReport, now: float) -> list[Action]:
+    def applied(self, report: AppliedReport, now: float) -> list[str]:
+        """Take a server's account; the workers whose updates are in everywhere by it."""
+        settled: list[str] = []
         book = self.shards[report.shard]
         if report.epoch != book.range.epoch:
             return []
@@ -88,6 +90,8 @@ class OrderBook:
             if granted is not None:
                 self.entries.finish_part(granted, report.shard)
                 self._drops_in_row.pop(granted.worker, None)
+                if update not in self.entries.granted:
+                    settled.append(granted.worker)
             waiting = self.entries.waiting.get(update)
             if waiting is not None:  # offered again, and came by its first way after all
                 rest = tuple(index for index in waiting.offer.shards if index != report.shard)
@@ -97,7 +101,7 @@ class OrderBook:
                 if not rest:
                     del self.entries.waiting[update]
         self.entries.plan_soon(now)
-        return []
+        return settled
 
     def refused(self, update: str) -> None:
         """A server found it too old when its turn came; its worker knows."""
@@ -214,7 +218,7 @@ class OrderBook:
         shards = tuple(
             Shard(
                 index=index,
-                server=members[book.range.leader].host,
+                server=members[self.entries.taking_over.get(index, book.range.leader)].host,
                 replica=host_of(book.range.replica, members),
                 share=book.range.count / self.entries.elements,
             )
@@ -255,6 +259,23 @@ class OrderBook:
             )
             for index in waiting.offer.shards
         ]
+
+    def grant_anew(
+        self,
+        shard: int,
+        network: Network,
+        members: Mapping[str, MemberInfo],
+        now: float,
+        moved: bool,
+    ) -> list[Action]:
+        """What was on its way to a shard's former leader goes to the one it has now; or it has not moved
+        after all, and gets what was held back."""
+        workers = sum(1 for member in members.values() if "worker" in member.roles)
+        bound = self.entries.max_delay(workers)
+        self.entries.plan_soon(now)
+        taken_back = self.withdrawing.lead_moved(shard, now) if moved else []
+        granted = self._granting.grant_anew(shard, network, members, bound, now, only_held=not moved)
+        return [*taken_back, *granted]
 
     def not_applied(self, shard: int, update: str, now: float) -> None:
         waiting = self.entries.waiting.get(update)

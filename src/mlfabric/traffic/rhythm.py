@@ -23,6 +23,8 @@ _LEAST_RESEMBLANCE: Final = 0.3
 _NEARLY: Final = 0.85
 _LEAST_ROUNDS: Final = 3
 _LEAST_PACKETS: Final = 16
+# Bins with less than this share of the fullest one's bytes are pauses.
+_TRICKLE: Final = 0.05
 # Senders on a full link take turns packet by packet; that is the link's beat, not the training's.
 _LEAST_PER_ROUND: Final = 8
 
@@ -135,8 +137,12 @@ def _follow(trace: Trace, series: NDArray[np.int64], bin_ns: int, lag_bins: int)
     if times[0] - (target + margin - lag_ns) <= 2 * lag_ns // slots:
         target -= lag_ns
     begins: list[int] = []
+    loaded = np.flatnonzero(series > _TRICKLE * series.max())  # heartbeats in a pause begin no round
     while True:
-        index = int(np.searchsorted(times, target))
+        place = int(np.searchsorted(loaded, (target - int(times[0])) // bin_ns))
+        if place >= len(loaded):
+            break
+        index = int(np.searchsorted(times, max(target, int(times[0]) + int(loaded[place]) * bin_ns)))
         if index >= len(times):
             break
         begin = int(times[index])
