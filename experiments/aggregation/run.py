@@ -43,7 +43,7 @@ def planned(updates: int, **options: Any) -> dict[str, float]:
     }  # fmt: skip
 
 
-FORMS = {
+FORMS: dict[str, dict[str, Any]] = {
     "direct": {"sums": False},
     "one level": {},
     "two levels": {"levels": 2},
