@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from mlfabric.data import ArrayData
 from mlfabric.errors import FabricError, ShapeMismatch
-from mlfabric.messages import RuleSpec, ShardRange
+from mlfabric.messages import RulePiece, RuleSpec, ShardRange
 from mlfabric.numerics import Layout, ShardStore, Vector
-from mlfabric.rules import SGD, Adagrad, Adam, AdamW, Pieces, RMSprop, Rule, Sum, make_rule
+from mlfabric.rules import SGD, Adagrad, Adam, AdamW, Pieces, RMSprop, Rounds, Rule, Sum, make_rule
 
 seeds = st.integers(0, 10**6)
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
@@ -334,3 +334,46 @@ def test_a_mirrored_shard_can_be_read_from_its_file(tmp_path: Path) -> None:
     data.measure_step(2, "u", 1.0, 1)
     data.commit_step(2)
     np.testing.assert_array_equal(np.fromfile(tmp_path / "shard2.weights", "float32"), [1, 2, 3])
+
+
+# --- steps of several gradients -----------------------------------------------------------------------------
+
+
+@given(seeds, st.sampled_from([SGD(0.1, 0.9), Adam(0.01), AdamW(0.01)]), st.integers(2, 5))
+def test_a_round_is_one_step_by_the_mean_of_its_gradients(seed: int, rule: Rule, every: int) -> None:
+    draw = np.random.default_rng(seed)
+    start = draw.normal(size=6)
+    plain, rounds = (ShardStore(6, "float64", each, start.copy()) for each in (rule, Rounds(every, rule)))
+    for _ in range(3):
+        gradients = draw.normal(size=(every, 6))
+        plain.stage(gradients.mean(axis=0), 1.0, 1)
+        plain.commit()
+        for index, gradient in enumerate(gradients):
+            before = rounds.weights.copy()
+            rounds.stage(gradient, 1.0, 1)
+            rounds.commit()
+            assert index == every - 1 or np.array_equal(before, rounds.weights)
+        np.testing.assert_allclose(rounds.weights, plain.weights, rtol=1e-9, atol=1e-12)
+
+
+def test_a_round_begins_anew_where_values_come_without_their_state() -> None:
+    store = ShardStore(2, "float64", Rounds(2, SGD(1.0)))
+    store.stage(np.full(2, 100.0), 1.0, 1)
+    store.commit()
+    store.fill(np.zeros(2), with_state=False, count=4)
+    for _ in range(2):
+        store.stage(np.ones(2), 1.0, 1)
+        store.commit()
+    np.testing.assert_allclose(store.weights, -1.0)
+
+
+def test_an_update_is_applied_by_the_settings_it_came_with() -> None:
+    data = ArrayData()
+    data.create_shard(ShardRange(0, 2, 3, "s"), RuleSpec("SGD", {"lr": 1.0}), "float32")
+    pieces = tuple(RulePiece(start, start + 2, "SGD", {"lr": start + 1.0}) for start in (0, 2, 4))
+    for spec, moved in ((None, [-1, -1, -1]), (RuleSpec("Pieces", {}, pieces), [-3, -3, -5])):
+        before = data.shards[0].weights.copy()
+        data.put("u", np.ones(3, np.float32))
+        data.measure_step(0, "u", 1.0, 1, spec)
+        data.commit_step(0)
+        np.testing.assert_allclose(data.shards[0].weights - before, moved)

@@ -151,7 +151,7 @@ class Fabric:
         *,
         max_delay: int | Literal["auto", "none"] = "auto",
         divergence: float | None = 0.05,
-        shards: int = 1,
+        shards: int | Literal["auto"] = "auto",
         aggregate: bool = True,
         codec: str = "float32",
         staleness: int | None = None,
@@ -185,7 +185,7 @@ class Fabric:
             max_delay=max_delay if isinstance(max_delay, int) else None,
             unbounded=max_delay == "none",
             divergence=divergence,
-            shards=shards,
+            shards=0 if shards == "auto" else _positive(shards),
             aggregate=aggregate,
             codec=find_codec(codec).name,
             staleness=staleness,
@@ -344,6 +344,12 @@ def _rule_spec(written: Mapping[str, Any]) -> RuleSpec:
     return RuleSpec(str(written["name"]), dict(written["settings"]), pieces, every)
 
 
+def _positive(shards: int) -> int:
+    if shards < 1:
+        raise FabricError(f"a model has at least one shard, not {shards}")
+    return shards
+
+
 def _check_settings(settings: JobSettings, max_delay: int | str, wait_for: int | None) -> None:
     if wait_for is not None and wait_for < 1:
         raise FabricError(f"a step waits for at least one gradient, so wait_for is not {wait_for}")
@@ -359,8 +365,6 @@ def _check_settings(settings: JobSettings, max_delay: int | str, wait_for: int |
         raise FabricError(
             f"divergence is a share of the model's norm, zero or more, not {settings.divergence}"
         )
-    if settings.shards < 1:
-        raise FabricError(f"a model has at least one shard, not {settings.shards}")
 
 
 def _wait(answer: Answer, timeout: float | None, what: str | Callable[[], str]) -> Any:

@@ -38,6 +38,7 @@ class DataPlane(Protocol):
     def free(self, buffer: str) -> None: ...
     def add_into(self, target: str, source: str) -> None: ...
     def create_shard(self, shard: ShardRange, rule: RuleSpec, dtype: str) -> None: ...
+    def drop_shard(self, shard: int) -> None: ...
     def fill_shard(self, shard: int, buffer: str, with_state: bool, version: int) -> None: ...
     def measure_step(
         self, shard: int, buffer: str, weight: float, members: int, rule: RuleSpec | None = None
@@ -155,6 +156,9 @@ class ArrayData:
         self.shards[shard.index] = ShardStore(
             shard.count, dtype, make_rule(rule, shard.start, shard.count), weights
         )
+
+    def drop_shard(self, shard: int) -> None:
+        self.shards.pop(shard, None)
 
     def fill_shard(self, shard: int, buffer: str, with_state: bool, version: int) -> None:
         self.shards[shard].fill(self._buffers[buffer], with_state, version)

@@ -80,6 +80,9 @@ from mlfabric.roles.scheduler import Scheduler
 from mlfabric.roles.server import Server
 from mlfabric.roles.worker import Worker
 
+# Transfers whose refusal may still come: what the kernel can hold of them is sent within a round trip.
+SENT_LATELY = 256
+
 # Each role with the settings it begins from; the part of a role's name before the dot chooses.
 ROLE_TYPES: dict[str, tuple[type[Any], type[Any]]] = {
     "member": (Member, MemberSettings),
@@ -138,6 +141,7 @@ class Node:
         self._queue: deque[tuple[str, Event, str]] = deque()
         self._running = False
         self._outgoing: dict[str, str] = {}  # transfer -> role that sends it
+        self._sent: dict[str, str] = {}  # the same of those sent lately: they may still be refused
         self._incoming: dict[str, tuple[str, str, TransferHeader]] = {}  # transfer -> (role, sender, header)
         self._places: dict[str, Vector] = {}  # accepted transfer -> where its bytes go
         self._local: dict[str, Vector] = {}  # transfer inside this node -> its bytes
@@ -163,7 +167,7 @@ class Node:
 
     def message(self, sender: str, role: str, message: ControlMessage, cause: str) -> None:
         if isinstance(message, TransferRefused):
-            self.transfer_failed(message.transfer, f"refused by {sender}: {message.reason}")
+            self._refused(message.transfer, f"refused by {sender}: {message.reason}")
             return
         if isinstance(message, ORDERS) and sender != self.scheduler:
             return  # a scheduler that has been succeeded, or a member that is none
@@ -191,7 +195,18 @@ class Node:
     def transfer_sent(self, transfer: str) -> None:
         role = self._outgoing.pop(transfer, None)
         if role is not None:
+            self._sent[transfer] = role
+            if len(self._sent) > SENT_LATELY:
+                del self._sent[next(iter(self._sent))]
             self.post(role, TransferSent(transfer))
+
+    def _refused(self, transfer: str, reason: str) -> None:
+        """A short one may be on its way completely before the receiver's word comes."""
+        role = self._sent.pop(transfer, None)
+        if role is None:
+            self.transfer_failed(transfer, reason)
+        else:
+            self.post(role, TransferFailed(transfer, reason))
 
     def transfer_failed(self, transfer: str, reason: str) -> None:
         role = self._outgoing.pop(transfer, None)
@@ -330,6 +345,10 @@ class Node:
         end = getattr(role, "end", None)
         for action in end() if end else []:
             self._perform(name, action, cause)
+        kind, _, shard = name.partition(".")
+        other = {"server": "replica", "replica": "server"}.get(kind)
+        if role is not None and other is not None and f"{other}.{shard}" not in self.roles:
+            self.data.drop_shard(int(shard))
 
     def _follow(self, scheduler: str, term: int, cause: str) -> None:
         """The other roles report to the new scheduler first; the member's own word ends the report."""
@@ -342,6 +361,7 @@ class Node:
         payload, kind = self.data.outgoing(action.buffer, action.ranges, action.scale, action.codec)
         header = TransferHeader(action.transfer, action.role, payload.nbytes, kind, action.about, cause)
         self._outgoing[action.transfer] = role
+        self._sent.pop(action.transfer, None)
         if action.node == self.name:
             self._copy_here(header, payload)
         else:

@@ -82,7 +82,7 @@ def test_training_goes_on_after_the_scheduler_of_a_lab_is_killed(
     lab_is_possible: None, tmp_path: Path
 ) -> None:
     # Three seconds are promised where hosts are not overloaded; a test machine may be.
-    report = run_kills(1, ["scheduler"], ["kill"], seed=5, hold_s=2.0, bar_s=20.0, folder=tmp_path)
+    report = run_kills(1, ["scheduler"], ["kill"], seed=5, hold_s=1.5, bar_s=20.0, folder=tmp_path)
     assert not report.problems
     (strike,) = report.strikes
     assert strike.ok, strike

@@ -11,6 +11,8 @@ from mlfabric.messages import (
     LeaderChanged,
     LeaveOut,
     LeftOut,
+    RuleSpec,
+    StepSettings,
     UpdatePart,
 )
 from mlfabric.roles.actions import (
@@ -170,3 +172,20 @@ def test_other_transfers_are_refused() -> None:
     role = aggregator()
     assert of(RefuseTransfer, role(TransferArriving("t", "w0", 40, UpdatePart("w0#0", 0, 0, 1.0))))
     assert of(RefuseTransfer, role(TransferArriving("t", "w0", 40, InitialPart(0, 1))))
+
+
+def test_a_sum_has_the_newest_settings_of_its_members() -> None:
+    role = aggregator()
+    role.tell(order())
+    newest = StepSettings(7, RuleSpec("SGD", {"lr": 0.1}))
+    for update, settings in (
+        ("w2#0", StepSettings(3, RuleSpec("SGD", {"lr": 0.2}))),
+        ("w0#0", newest),
+        ("w1#0", None),
+    ):
+        part = UpdatePart(update, 0, 0, 1.0, "g", settings=settings)
+        role(TransferArriving(f"t/{update}", update[:2], 40, part))
+        actions = role(TransferFinished(f"t/{update}"))
+    about = one(StartTransfer, actions).about
+    assert isinstance(about, Aggregate)
+    assert about.settings == newest

@@ -109,6 +109,8 @@ def test_a_slow_sender_beside_others_is_not_the_servers_fault() -> None:
     cluster.up["a"] = SLOW
     cluster.run(1.0, ("a", "s"), ("b", "s"))
     assert cluster.believed("s")[1] == pytest.approx(FAST)
+    assert cluster.believed("a")[0] == pytest.approx(SLOW)
+    assert cluster.believed("b")[0] == pytest.approx(FAST)
 
 
 def test_where_nobody_can_tell_both_are_doubted_and_the_wrong_one_recovers_with_its_next_transfer() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -517,8 +518,10 @@ def test_a_replica_is_brought_up_to_date_in_spare_time_before_its_bound() -> Non
 def test_replicas_are_spread_over_the_hosts() -> None:
     fabric = Fabric(*(f"s{index}" for index in range(4)), "w0")
     actions = fabric.publish(shards=4, divergence=0.1)
-    followers = [message.shard.replica for message in sent(FollowShard, actions)]
-    assert sorted(str(name) for name in followers) == ["s0", "s1", "s2", "s3"]
+    shards = [message.shard for message in sent(FollowShard, actions)]
+    followers = Counter(shard.replica for shard in shards)
+    assert {shard.leader for shard in shards} == {"s0"}  # one carries all that one worker sends
+    assert sorted(followers.values()) == [1, 1, 2]
 
 
 # --- pulls and groups -----------------------------------------------------------------------------------
@@ -647,24 +650,53 @@ def test_strangers_are_not_listened_to() -> None:
 # --- leads that move, hosts that leave ----------------------------------------------------------------------
 
 
-def test_a_lead_moves_to_a_replica_on_a_much_better_link_once_nothing_is_on_its_way() -> None:
+def test_a_lead_moves_to_a_replica_on_a_better_link_and_what_is_on_its_way_follows() -> None:
     fabric = Fabric("w0", "s0", "r0").ready(divergence=0.5)
     fabric.granted("w0#0")
-    assert not sent(YieldLead, fabric.tell(RatesLearned(4e5, 4e5), "s0"))
-    assert not sent(Grant, [*fabric.offer("w0#1"), *fabric.wait(0.1)])  # the rest waits
-    yields = fabric.report("w0#0", version=1, held=1)
-    assert said(YieldLead, yields, "s0").shard == 0
+    fabric.report("w0#0", version=1, held=1)
+    fabric.granted("w0#1")
+    fabric.tell(RatesLearned(4e5, 4e5), "s0")
+    assert said(YieldLead, fabric.wait(0.2), "s0").replica == "r0"
+    assert not sent(Grant, [*fabric.offer("w0#2"), *fabric.wait(0.1)])  # the rest waits
     promote = said(Promote, fabric.tell(LeadYielded(0, 0, 1), "s0"), "r0")
+    assert promote.orderly
     moved = fabric.tell(Promoted(0, promote.epoch, 1, AppliedIds(), 1), "r0")
     assert notes("lead-moved", moved)
     assert said(StepDown, moved, "s0").role == "server.0"
     assert sent(LeaderChanged, moved, "w0")[0].shard.leader == "r0"
     assert said(FollowShard, moved, "s0")  # who led follows now
+    grants = sent(Grant, moved, "w0")
+    assert [(grant.update, grant.number) for grant in grants] == [("w0#1", 1), ("w0#2", 2)]
+    assert {(route.node, route.epoch) for grant in grants for route in grant.parts} == {("r0", promote.epoch)}
+    assert [slot.number for order in sent(Sequence, moved, "r0") for slot in order.slots] == [1, 2]
 
 
 def test_a_slightly_better_link_is_not_worth_a_move() -> None:
     fabric = Fabric("w0", "s0", "r0").ready(divergence=0.5)
-    assert not sent(YieldLead, fabric.tell(RatesLearned(6e5, 6e5), "s0"))
+    fabric.tell(RatesLearned(9.5e5, 9.5e5), "s0")
+    assert not sent(YieldLead, fabric.wait(1.0))
+
+
+def test_a_job_without_replicas_has_one_follow_for_the_move() -> None:
+    fabric = Fabric("w0", "s0", "s1").ready(divergence=None)
+    fabric.tell(RatesLearned(1e5, 1e5), "s0")
+    actions = fabric.wait(0.2)
+    assert said(FollowShard, actions, "s1").shard.replica == "s1"
+    assert said(YieldLead, actions, "s0").replica == "s1"
+    promote = said(Promote, fabric.tell(LeadYielded(0, 0, 0), "s0"), "s1")
+    moved = fabric.tell(Promoted(0, promote.epoch, 0, AppliedIds(), 0), "s1")
+    assert said(StepDown, moved, "s0").role == "server.0"
+    assert not sent(FollowShard, moved)
+    assert sent(LeaderChanged, moved, "w0")[0].orderly
+
+
+def test_a_move_whose_target_is_lost_is_given_up_and_planning_goes_on() -> None:
+    fabric = Fabric("w0", "s0", "s1").ready(divergence=None)
+    fabric.tell(RatesLearned(1e5, 1e5), "s0")
+    assert sent(YieldLead, fabric.wait(0.2))
+    lost = fabric(PeerLost("s1", "connection closed", proved=True))
+    assert said(ReplicaAssigned, lost, "s0").replica is None
+    assert sent(Grant, fabric.granted("w0#0"))
 
 
 def test_a_host_nobody_can_stand_in_for_is_not_drained() -> None:

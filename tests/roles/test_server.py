@@ -21,6 +21,7 @@ from mlfabric.messages import (
     InitialPart,
     JobSettings,
     JudgeUpdate,
+    LeadYielded,
     LeftOut,
     MemberUpdate,
     ModelPart,
@@ -44,10 +45,12 @@ from mlfabric.messages import (
     UpdateRefused,
     Version,
     WithdrawSlot,
+    YieldLead,
 )
 from mlfabric.roles.actions import (
     AcceptTransfer,
     Action,
+    CancelTransfer,
     CommitStep,
     FillShard,
     FreeBuffer,
@@ -562,3 +565,38 @@ def test_a_server_says_whether_an_update_that_was_offered_again_is_in() -> None:
     applied(role, "w0#0")
     assert said(UpdateApplied, role.tell(JudgeUpdate(0, member("w0#0"))), "w0").update == "w0#0"
     assert said(NotApplied, role.tell(JudgeUpdate(0, member("w1#0")))).update == "w1#0"
+
+
+def test_a_leader_that_yields_applies_nothing_more_and_brings_its_heir_level_at_once() -> None:
+    role = server()
+    role.tell(slots("w0#0", "w1#0"))
+    applied(role, "w0#0")
+    serving = one(StartTransfer, role.tell(ServePull("p", "w0", 0, 1e6, False)))
+    actions = role.tell(YieldLead(0, "a better link", "s1"))
+    assert one(CancelTransfer, actions).transfer == serving.transfer  # the heir will serve it
+    state = one(StartTransfer, actions)
+    assert (state.node, one(SnapshotShard, actions).with_state) == ("s1", True)
+    assert not of(MeasureStep, bring(role, "w1#0"))
+    assert said(LeadYielded, role.tell(ReplicaHas(0, 0, 1, 1), "s1")).version == 1
+    assert not role.wait(5.0)
+
+
+def test_a_staged_step_is_made_before_the_lead_is_yielded() -> None:
+    role = server()
+    role.tell(slots("w0#0"))
+    assert of(MeasureStep, bring(role, "w0#0"))
+    assert not of(StartTransfer, role.tell(YieldLead(0, "a better link", "s1")))
+    actions = measured(role)
+    assert of(CommitStep, actions)
+    about = one(StartTransfer, actions).about
+    assert isinstance(about, ReplicaPart)
+    assert about.version == 1
+    assert said(LeadYielded, role.tell(ReplicaHas(0, 0, 1, 1), "s1")).version == 1
+
+
+def test_a_leader_whose_heir_is_lost_goes_on() -> None:
+    role = server()
+    role.tell(slots("w0#0"))
+    role.tell(YieldLead(0, "a better link", "s1"))
+    assert not of(MeasureStep, bring(role, "w0#0"))
+    assert of(MeasureStep, role.tell(ReplicaAssigned(0, None, "s1 lost")))

@@ -19,6 +19,7 @@ from mlfabric.messages import (
     JobKnown,
     JobReady,
     JobSettings,
+    Join,
     JoinAccepted,
     LeaderChanged,
     MemberInfo,
@@ -127,7 +128,7 @@ def test_a_majority_makes_a_scheduler_and_less_does_not() -> None:
     won = fed.tell(VoteGiven(1, True, "", 0, "w0", 1), "w3")
     begins = one(StartRole, won)
     assert begins.role == "scheduler"
-    assert begins.settings == SchedulerSettings("w1", 1, 1, LINE, 1.0)
+    assert begins.settings == SchedulerSettings("w1", 1, 1, LINE[1:], 1.0, silent=("w0",))
     assert {action.node for action in of(Send, won) if isinstance(action.message, NewTerm)} == set(LINE)
 
 
@@ -168,6 +169,12 @@ def test_an_answered_heartbeat_extends_the_lease_from_when_it_was_sent() -> None
     assert not notes("scheduler-lost", fed(DeadlinePassed()))
     fed.now = 1.5
     assert notes("scheduler-lost", fed(DeadlinePassed()))
+
+
+def test_who_may_count_on_the_scheduler_for_less_than_a_lease_does_not_count_on_it_longer() -> None:
+    fed = joined("w0")
+    fed.now = 0.8
+    assert one(RenewLease, fed.tell(HeartbeatSeen(0.8, 0.8, 0, 1.0, 0.3), "w0")).until_s == pytest.approx(1.1)
 
 
 def test_a_scheduler_that_leaves_is_succeeded_without_alarm() -> None:
@@ -304,6 +311,32 @@ def test_a_scheduler_that_hears_fewer_than_half_decides_nothing_and_answers_nobo
     silent = fed(DeadlinePassed())
     assert notes("undecided", silent)
     assert not sent(NodeLost, silent)
+
+
+def test_a_server_beside_the_scheduler_counts_on_it_no_longer_than_the_others_do() -> None:
+    fed = Fed(Scheduler(SchedulerSettings("w0")))
+    for name in ("w0", "w1", "w2", "w3"):
+        fed.tell(Join(info(name)), name)
+    for beat in range(4):
+        fed.now = 0.25 * beat
+        for name in ("w0", "w1", "w2", "w3"):
+            fed.tell(Heartbeat(fed.now), name)
+    leases = []
+    for beat in range(4, 7):  # the cable is out
+        fed.now = 0.25 * beat
+        leases.append(said(HeartbeatSeen, fed.tell(Heartbeat(fed.now), "w0"), "w0").relied_s)
+    assert leases == pytest.approx([0.75, 0.5, 0.25])  # the others choose another from 1.75 on
+    assert not sent(HeartbeatSeen, [*fed.wait(0.3), *fed.tell(Heartbeat(fed.now), "w0")])
+
+
+def test_the_old_scheduler_is_not_waited_for_and_everybody_hears_that_it_is_gone() -> None:
+    fed = Fed(Scheduler(SchedulerSettings("w1", 1, 5, ("w1", "w2"), 1.0, silent=("w0",))))
+    for name in ("w1", "w2"):
+        fed.tell(Register(info(name), name, 1), name)
+    fed.tell(Reported(1), "w1")
+    rebuilt = fed.tell(Reported(1), "w2")
+    assert notes("rebuilt", rebuilt)
+    assert {message.node for message in sent(NodeLost, rebuilt, "w2")} == {"w0"}
 
 
 def test_messages_that_may_be_lost_are_gathered_again() -> None:

@@ -327,3 +327,51 @@ def test_a_refused_publication_and_a_failed_job_are_told_in_their_words() -> Non
     worker(PublishRequested("publish", ARRAYS, RULE, SETTINGS, 20, "float32"))
     assert one(ResolvePublish, worker.tell(PublishRefused("another model"))).error == "another model"
     assert one(FailJob, worker.tell(JobFailed("no replica"))).reason == "no replica"
+
+
+def moved(applied: AppliedIds) -> LeaderChanged:
+    range_ = shard(epoch=1, leader="s1", replica=None)
+    return LeaderChanged(range_, 5, applied, "a better link", orderly=True)
+
+
+def test_where_a_lead_moves_only_that_part_is_stopped_and_sent_again_when_granted() -> None:
+    worker = ready(shards=2, replica=None)
+    submit(worker)
+    starts = of(StartTransfer, worker.tell(grant(shards=2)))
+    actions = worker.tell(moved(AppliedIds()))
+    assert one(CancelTransfer, actions).transfer == starts[0].transfer
+    assert not sent(OfferUpdate, actions)
+    anew = Grant("w0#0", 0, 0.5, (PartRoute(0, "s1", "server.0", 1e6, 0.0, 1),), "shard 0 is led by s1 now")
+    again = one(StartTransfer, worker.tell(anew))
+    assert (again.node, again.ranges, again.scale) == ("s1", ((0, 10),), 0.5)
+    assert again.transfer != starts[0].transfer
+    assert not sent(OfferUpdate, worker.wait(2 * RETRY_S))
+
+
+def test_where_a_lead_moves_what_had_been_applied_is_known_and_what_waits_is_not_offered_again() -> None:
+    worker = ready(replica=None)
+    submit(worker, 0)
+    submit(worker, 1)
+    worker.tell(grant())
+    actions = worker.tell(moved(AppliedIds(above={"w0": (0,)})))
+    assert one(ResolveUpdate, actions).update == "w0#0"
+    assert not sent(OfferUpdate, actions)
+
+
+def test_where_a_lead_moves_a_pull_asks_the_new_leader_for_what_is_not_on_its_way() -> None:
+    worker = ready(shards=2, replica=None)
+    worker(PullRequested("p"))
+    worker(TransferArriving("m1", "s0", 40, ModelPart("p", 1, Version(0, 7))))
+    assert said(PullWanted, worker.tell(moved(AppliedIds()))).shards == (0,)
+    worker(TransferFinished("m1"))
+    worker(TransferArriving("m0", "s1", 40, ModelPart("p", 0, Version(1, 7))))
+    assert one(ResolvePull, worker(TransferFinished("m0"))).versions == (Version(1, 7), Version(0, 7))
+
+
+def test_a_pull_that_the_former_leader_breaks_off_is_asked_for_at_once() -> None:
+    worker = ready(replica=None)
+    worker(PullRequested("p"))
+    worker(TransferArriving("m0", "s0", 40, ModelPart("p", 0, Version(0, 7))))
+    assert not sent(PullWanted, worker.tell(moved(AppliedIds())))
+    worker(TransferFailed("m0", "cancelled"))
+    assert said(PullWanted, worker.wait(0.01)).shards == (0,)

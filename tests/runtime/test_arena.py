@@ -11,6 +11,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlfabric.config import from_environment
 from mlfabric.runtime import arena as arena_module
 from mlfabric.runtime import orders
 from mlfabric.runtime.arena import Arena, SharedMemory
@@ -115,3 +116,18 @@ def test_records_and_descriptors_come_in_order_however_they_are_cut() -> None:
         assert list(receiver.receive(wait=False) or ()) == []
         left.close()
         assert receiver.receive() is None
+
+
+def test_settings_come_over_as_they_are() -> None:
+    told = from_environment(
+        "a:1,b:2", name="n", secret=b"\x00\xff", log="/tmp/x/log", tls="/tmp/t", listen="c:3", environment={}
+    )
+    there, back = socket.socketpair()
+    with there, back:
+        Channel(there, orders.ToApplication).send(
+            orders.Begin(orders.to_plain(told), ("worker",), 1.0, 20, 1, True)
+        )
+        records = Channel(back, orders.ToEngine).receive()
+        assert records is not None
+        begin = next(records)
+    assert orders.from_plain(begin.settings) == told

@@ -15,6 +15,7 @@ from mlfabric.client import Committed, Dropped, Outcome
 from mlfabric.data import ArrayData
 from mlfabric.errors import FabricError
 from mlfabric.eventlog import MemoryLog
+from mlfabric.events import RatesMeasured
 from mlfabric.messages import MEMBER_ROLES, JobSettings
 from mlfabric.numerics import Vector
 from mlfabric.roles.actions import Note
@@ -41,6 +42,8 @@ class LedgerRun:
     aggregate: bool = True
     # (seconds after the model is in place, a fault of `Simulation`, node, how long it lasts)
     faults: tuple[tuple[Any, ...], ...] = ()
+    # (seconds after the model is in place, node, bytes per second its links have from now on, and it learns)
+    news: tuple[tuple[float, str, float], ...] = ()
     embed: bool = False  # the first worker's process schedules too
     everywhere: bool = False  # every member may be used for everything, as under torchrun
     seconds: float = 60.0
@@ -83,12 +86,20 @@ class LedgerRun:
     def _begin_faults(self) -> None:
         if not self.ready_at:
             self.ready_at = self.sim.now
+        news, self.news = self.news, ()
+        for at, name, rate in news:
+            self.sim.at(self.sim.now + at, lambda n=name, r=rate: self._learn(n, r))  # type: ignore[misc]
         faults, self.faults = self.faults, ()
         for at, what, name, *more in faults:
             self._struck.add(name)
             ends = self.sim.now + at + (more[0] if more else 0.0)
             self._last_fault_ends = max(self._last_fault_ends, ends)
             self.sim.at(self.sim.now + at, lambda w=what, n=name, m=more: getattr(self.sim, w)(n, *m))  # type: ignore[misc]
+
+    def _learn(self, name: str, rate: float) -> None:
+        self.sim.set_rate(name, rate, rate)
+        node = self.nodes[name]
+        node.do(lambda: node.node.post("member", RatesMeasured(rate, rate)))
 
     def _living(self, names: list[str]) -> int:
         return sum(1 for name in names if self.nodes[name].alive or name in self._done)

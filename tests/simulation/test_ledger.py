@@ -152,3 +152,67 @@ def test_the_ledger_holds_while_hosts_drain_and_others_are_struck(seed: int) -> 
     rng = random.Random(seed)
     run.faults = (*run.faults, (rng.uniform(0.0, 1.0), "drain", rng.choice(["s0", "r1", "a1"])))
     run.run().check_everything()
+
+
+def random_news(seed: int, divergence: float | None) -> LedgerRun:
+    """Every member may lead, and their links change again and again."""
+    rng = random.Random(seed)
+    workers = rng.randint(3, 6)
+    news = tuple(
+        (rng.uniform(0.0, 4.0), f"w{rng.randrange(workers)}", rng.choice([2e4, 1e5, 1e5, 5e5]))
+        for _ in range(16)
+    )
+    return LedgerRun(
+        workers=workers,
+        steps=rng.randint(10, 20),
+        aggregators=0,
+        servers=0,
+        replicas=0,
+        shards=rng.choice([1, 2, 4]),
+        divergence=divergence,
+        max_delay=rng.choice([None, None, workers]),
+        compute_s=rng.choice([0.0, 0.05]),
+        rates=(1e5,),
+        elements=1000,
+        everywhere=True,
+        news=news,
+        aggregate=rng.random() < 0.5,
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_ledger_holds_while_leads_follow_the_bandwidth(seed: int) -> None:
+    run = random_news(seed, random.Random(seed).choice([None, None, 0.0, 0.5])).run()
+    run.check_everything()
+    assert not run.lost()
+    assert not run.notes("partly-applied")
+
+
+def test_leads_move_while_updates_are_on_their_way() -> None:
+    runs = [random_news(seed, None).run() for seed in range(4)]
+    assert sum(len(run.notes("lead-moved")) for run in runs) > 10
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_ledger_holds_while_leads_move_and_members_are_struck(seed: int) -> None:
+    rng = random.Random(1000 + seed)
+    run = random_news(seed, rng.choice([0.0, 0.1, 0.5]))
+    victim = f"w{rng.randrange(1, run.workers)}"
+    what = rng.choice(["kill", "kill", "stall", "pause", "cut", "drain"])
+    more = {"pause": (2.0,), "cut": (2.0, rng.random() < 0.5)}.get(what, ())
+    run.faults = ((rng.uniform(0.0, 4.0), what, victim, *more),)
+    run.run()
+    if what == "drain":  # its worker had more to do
+        assert all(failure.startswith(victim) and "drained" in failure for failure in run.failures)
+        run.failures.clear()
+    run.check_everything()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_ledger_holds_while_leads_move_and_the_scheduler_is_struck(seed: int) -> None:
+    rng = random.Random(2000 + seed)
+    run = random_news(seed, rng.choice([None, 0.1]))
+    what = rng.choice(["kill", "stall", "pause", "cut"])
+    more = {"pause": (2.0,), "cut": (2.0, rng.random() < 0.5)}.get(what, ())
+    run.faults = ((rng.uniform(0.0, 4.0), what, "sched", *more),)
+    run.run().check_everything()

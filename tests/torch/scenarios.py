@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -328,8 +329,8 @@ def backward_fails(rank: int, size: int, folder: str) -> Any:
     return said(step)
 
 
-def aborted(rank: int, size: int, folder: str) -> Any:
-    begin(rank, size, folder, timeout_s=60.0)
+def aborted(rank: int, size: int, folder: str, engine: str | None = None) -> Any:
+    begin(rank, size, folder, timeout_s=60.0, engine=engine)
     store = dist.FileStore(f"{folder}/done", size)
     if rank == 0:
         store.wait(["calls"], timedelta(seconds=30))
@@ -553,3 +554,43 @@ def example(rank: int, size: int, folder: str, port: int, script: str, arguments
     with contextlib.redirect_stdout(said):
         runpy.run_path(script, run_name="__main__")
     return said.getvalue()
+
+
+def learn_fashion(
+    rank: int,
+    size: int,
+    folder: str,
+    port: int,
+    data: str,
+    mode: Any,
+    lr: float,
+    steps: int,
+    dies_at: int,
+    logs: str,
+) -> dict[str, Any]:
+    """The example's network on Fashion-MNIST; the last rank, which serves a quarter of the model, may die."""
+    script = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "async_fashion_mnist.py"))
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    x, y = script["images"](Path(data), "train")
+    model = script["network"]()
+    wishes: dict[str, Any] = {} if mode == "sync" else {"log": f"{logs}/{rank}.log"}
+    with mlfabric.torch.join(model, ("AdamW", {"lr": lr}), mode, host=f"h{rank}", **wishes) as training:
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(training.optimizer, steps)
+        for step in range(steps):
+            if rank == size - 1 and step == dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            chosen = torch.randint(len(y), (64,))
+            torch.nn.functional.cross_entropy(model(x[chosen]), y[chosen]).backward()
+            training.step()
+            schedule.step()
+        if rank:
+            return {"committed": training.committed, "dropped": training.dropped}
+        if mode != "sync":
+            training.wait_for_others(60.0)
+        model.eval()
+        x, y = script["images"](Path(data), "t10k")
+        with torch.no_grad():
+            right = float((model(x).argmax(1) == y).float().mean())
+        return {"accuracy": right, "committed": training.committed, "dropped": training.dropped}

@@ -108,8 +108,9 @@ def test_backward_raises_when_a_rank_dies(worlds: Worlds) -> None:
         assert not failed(answers[rank])
 
 
-def test_abort_ends_what_runs_on_every_rank(worlds: Worlds) -> None:
-    answers = worlds.check("aborted", 3)
+@pytest.mark.parametrize("engine", ["thread", "process"])
+def test_abort_ends_what_runs_on_every_rank(worlds: Worlds, engine: str) -> None:
+    answers = worlds.check("aborted", 3, engine=engine)
     assert "group world was aborted" in answers[0][0]
     assert answers[0][1]
     for rank in (1, 2):

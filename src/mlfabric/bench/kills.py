@@ -267,12 +267,12 @@ class _Rounds:
 
 
 def _is_back(job: KillsJob, name: str, released: float) -> bool:
-    """A worker commits again; another one is a member; and the others have gone on."""
+    """All workers commit again, and the leader is followed: the next strike finds what it is meant to."""
     life = job.now(name)
     going = all(
         sum(at > released + 0.5 for at in other.commits()) >= COMMITS_BEFORE for other in job.workers()
     )
-    return bool(life.address) and going and time.monotonic() > released + 1.5
+    return bool(life.address) and going and job.is_followed() and time.monotonic() > released + 1.5
 
 
 def _stall(life: Life, since: float, until: float) -> float:

@@ -53,8 +53,8 @@ SERVES = ("server", "replica")
 # Every role on a host of its own; servers have the slower links, so that sums are worth making.
 APART = (
     Seat("c0", (), schedules=True),
-    Seat("s0", SERVES, rate="60mbit"),
-    Seat("r0", SERVES, rate="60mbit"),
+    Seat("s0", SERVES, rate="40mbit"),
+    Seat("r0", SERVES, rate="40mbit"),
     Seat("a0", ("aggregator",), rate="200mbit"),
     Seat("w0", ("worker",), rate="200mbit"),
     Seat("w1", ("worker",), rate="200mbit"),
@@ -191,7 +191,9 @@ class KillsJob:
             if name != self._first.name:
                 self.start(name, self.now(self._first.name).address, first=True)
         self.wait(
-            lambda: all(len(life.commits()) >= COMMITS_BEFORE for life in self.workers()),
+            lambda: (
+                self.is_followed() and all(len(life.commits()) >= COMMITS_BEFORE for life in self.workers())
+            ),
             BEGIN_S,
             "training does not begin",
         )
@@ -288,6 +290,16 @@ class KillsJob:
         if not holders:
             raise FabricError(f"nobody is {role} now")
         return choose(holders)
+
+    def is_followed(self) -> bool:
+        """Whether a replica is filled: only then can a leader be struck."""
+        return any(
+            held
+            for life in self.present()
+            if life.running
+            for role, held in list(life.roles.items())
+            if role.startswith("replica.")
+        )
 
     def strike(self, name: str, how: str) -> float:
         """Strike; when that was."""

@@ -23,6 +23,7 @@ from mlfabric.client import Committed
 from mlfabric.demo.classifier import LAYERS, first_weights, gradient
 from mlfabric.errors import FabricError
 from mlfabric.numerics import Vector
+from mlfabric.roles.replica import ReplicaStatistics
 from mlfabric.roles.server import ServerStatistics
 from mlfabric.rules import SGD, Pieces, Sum
 from mlfabric.runtime.engine import Engine
@@ -91,7 +92,8 @@ def main() -> None:
 
 
 def tell_roles(fabric: Fabric) -> None:
-    """Say which roles this process holds, each time they change: server.0 with its epoch, and so on."""
+    """Say which roles this process holds, each time they change: a server's with its epoch, a replica's with
+    1 once it is filled."""
     engine = fabric._engine
     assert isinstance(engine, Engine), "this member's engine is a thread"
     told: dict[str, int] = {}
@@ -99,7 +101,11 @@ def tell_roles(fabric: Fabric) -> None:
         held = {}
         for name, role in list(engine.node.roles.items()):
             figures = role.statistics()
-            held[name] = figures.epoch if isinstance(figures, ServerStatistics) else 0
+            held[name] = 0
+            if isinstance(figures, ServerStatistics):
+                held[name] = figures.epoch
+            elif isinstance(figures, ReplicaStatistics):
+                held[name] = int(figures.version >= 0)
         if held != told:
             told = held
             say({"roles": held})

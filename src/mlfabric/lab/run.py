@@ -156,6 +156,7 @@ def rank_environment(
     hosts = list(dict.fromkeys(each.host for each in ranks))
     local = sum(each.host == rank.host for each in ranks)
     rack = next(link.rack for link in lab.scenario.host_links() if link.name == rank.host)
+    limit = next((job.max_rate for job in lab.scenario.jobs[:1]), None)
     return {
         "RANK": str(rank.rank),
         "WORLD_SIZE": str(len(ranks)),
@@ -176,6 +177,7 @@ def rank_environment(
         "MLFABRIC_SCENARIO": str(folder / "scenario.toml"),
         "MLFABRIC_HOST": rank.host,
         **({"MLFABRIC_RACK": rack} if rack is not None else {}),
+        **({"MLFABRIC_JOB_MAX_RATE": f"{float(limit):.0f}"} if limit is not None else {}),
         "MLFABRIC_RUN_FOLDER": str(folder),
         "PYTHONUNBUFFERED": "1",
     }

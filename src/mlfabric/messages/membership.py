@@ -60,6 +60,7 @@ class HeartbeatSeen(Message, frozen=True):
     seen_s: float  # scheduler's clock
     term: int = 0
     lease_s: float = 3.0
+    relied_s: float | None = None  # it may count on the scheduler for so long only
 
 
 class RatesLearned(Message, frozen=True):
@@ -111,3 +112,4 @@ class StepDown(Message, frozen=True):
 
     role: str
     reason: str
+    orderly: bool = False  # others were told to take over; nothing went wrong

@@ -81,13 +81,16 @@ class Promote(Message, frozen=True):
     shard: int
     epoch: int
     reason: str
+    orderly: bool = False  # the leader has yielded: nothing it applied is lacking
 
 
 class YieldLead(Message, frozen=True):
-    """To a leader: bring your replica level, optimizer state included, and say so; it leads then."""
+    """To a leader: apply nothing more, bring your replica level, optimizer state included, and say so; it
+    leads then."""
 
     shard: int
     reason: str
+    replica: str | None = None  # it follows from now on; None: the one it has
 
 
 class LeadYielded(Message, frozen=True):
@@ -129,6 +132,7 @@ class LeaderChanged(Message, frozen=True):
     version: int
     applied: AppliedIds
     reason: str
+    orderly: bool = False  # nothing is lost by it: what was on its way is granted anew, the rest goes on
 
 
 class JobFailed(Message, frozen=True):

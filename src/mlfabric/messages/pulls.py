@@ -11,6 +11,7 @@ class PullWanted(Message, frozen=True):
     first: bool = False  # it has no model yet and has offered nothing; a replica's, a little older, will do
     clock: int = -1  # updates of the worker that have an outcome; -1: it takes no part in the steps
     after: int = 0  # the version that the model must have reached for the next step
+    shards: tuple[int, ...] = ()  # only these; none: all
 
 
 class ServePull(Message, frozen=True):

@@ -307,6 +307,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True):
     awaited: tuple[str, ...] = ()
     wait_s: float = 0.0
     least_lease_s: float = 0.0  # silence shorter than this is never taken for death
+    silent: tuple[str, ...] = ()  # given up by the majority that voted; not waited for
 
 
 class ReplicaSettings(msgspec.Struct, frozen=True):

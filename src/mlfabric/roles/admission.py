@@ -118,8 +118,12 @@ class Admission:
             return [Send(sender, "member", Rejoin(beat.attempt, why))]
         if not self._company.hears_enough(job, now):
             return []
-        lease = self._domain.leases.length_s(sender)
-        return [Send(sender, "member", HeartbeatSeen(beat.sent_s, now, self._domain.settings.term, lease))]
+        lease, relied = self._domain.leases.length_s(sender), None
+        if sender == self._domain.settings.node:
+            # A server here must not go on when this scheduler, cut off with it, may have been succeeded.
+            relied = min(lease, max(self._company.heard_until(job, now) - now, 0.0))
+        seen = HeartbeatSeen(beat.sent_s, now, self._domain.settings.term, lease, relied)
+        return [Send(sender, "member", seen)]
 
     def succeeded(self, sender: str, message: NewTerm) -> list[Action]:
         """A job has found another scheduler: here it is over."""

@@ -18,10 +18,17 @@ from dataclasses import dataclass
 
 # A link that carries this share of what is believed of it is full.
 FULL = 0.88
+# Flows that a link holds back get like parts of it; one that gets less than this share of another's part is
+# held back elsewhere.
+FAIR = 0.5
 # A report counts for so long; a sender repeats itself while its flow lasts.
 FLOW_S = 1.2
 # For so long reports of other flows are awaited before anybody is blamed.
 DECIDE_S = 0.25
+# Other flows of a link have told by then that one less or one more shares it with them.
+SETTLED_S = 0.4
+# So long does the sum of several flows have to be above what was believed.
+OVER_S = 0.05
 # A link that was seen full so many seconds later than the other is trusted more.
 CLEARLY_S = 0.5
 # How far one report of a full link moves what is believed of it, and differences that are news.
@@ -38,6 +45,7 @@ class _Flow:
     limited: bool  # by the network: neither paced, nor waiting for its application
     at: float
     since: float | None = None  # held back without an explanation
+    reports: int = 0  # of a rate; whether it is held back shows from the second on
 
 
 @dataclass(slots=True)
@@ -54,6 +62,7 @@ class LinkBeliefs:
     def __init__(self) -> None:
         self._flows: dict[tuple[str, str], _Flow] = {}  # by source and target node
         self._beliefs: dict[Way, _Belief] = {}
+        self._changed_at: dict[Way, float] = {}  # a flow began or ended
 
     def rate(self, host: str, way: str) -> float | None:
         """None: nothing was learned of it."""
@@ -86,13 +95,16 @@ class LinkBeliefs:
         begun; whether a belief changed. `nodes` tells apart the flows of several processes of a host."""
         key = nodes or (source, target)
         self._flows = {each: flow for each, flow in self._flows.items() if now - flow.at <= FLOW_S}
+        up, down = (source, "up"), (target, "down")
+        before = self._flows.get(key)
+        if rate == 0 or before is None:
+            self._changed_at[up] = self._changed_at[down] = now
         if rate == 0 or source == target:
             self._flows.pop(key, None)
             return False
-        before = self._flows.get(key)
         since = before.since if before is not None and limited else None
-        flow = self._flows[key] = _Flow((source, target), rate, limited, now, since)
-        up, down = (source, "up"), (target, "down")
+        reports = (before.reports if before is not None else 0) + (rate is not None)
+        flow = self._flows[key] = _Flow((source, target), rate, limited, now, since, reports)
         news = [self._raise(way, limited, now) for way in (up, down)]
         if limited:
             news.append(self._explain(flow, up, down, now))
@@ -102,6 +114,14 @@ class LinkBeliefs:
         host, direction = way
         end = 0 if direction == "up" else 1
         return [flow for flow in self._flows.values() if flow.ends[end] == host]
+
+    def _is_clear(self, way: Way, now: float) -> bool:
+        """Whether what its flows carry together is known: each has been heard of since the last change."""
+        changed_at = self._changed_at.get(way, now)
+        return all(
+            flow.reports > 1 and (flow.at >= changed_at or now - changed_at >= SETTLED_S)
+            for flow in self._flows_of(way)
+        )
 
     def _carried(self, way: Way) -> float:
         return sum(flow.rate or 0.0 for flow in self._flows_of(way))
@@ -118,31 +138,45 @@ class LinkBeliefs:
             return False
         if carried <= (1 + NEWS) * belief.rate:
             belief.over_since = None
-            move = SMOOTHING * (carried - belief.rate) if limited or carried > belief.rate else 0.0
-            return self._set(way, belief.rate + move, now)
+            down = carried < belief.rate
+            move = 0.0 if down and not (limited and self._is_clear(way, now)) else carried - belief.rate
+            return self._set(way, belief.rate + SMOOTHING * move, now)
         # One of several flows may have ended without our knowing yet; a single one is sure.
         if belief.over_since is None:
             belief.over_since = now
-        if len(self._flows_of(way)) > 1 and now - belief.over_since < DECIDE_S:
+        flows = self._flows_of(way)
+        sure = all(flow.reports > 1 for flow in flows) and now - belief.over_since >= OVER_S
+        if len(flows) > 1 and not sure:
             return False
         return self._set(way, carried, now)
 
     def _explain(self, flow: _Flow, up: Way, down: Way, now: float) -> bool:
         for way in (up, down):
-            belief = self._beliefs.get(way)
-            if belief is not None and self._carried(way) >= FULL * belief.rate:
+            if self._explains(way, flow):
                 flow.since = None
                 return False
         if flow.since is None:
             flow.since = now
-        unclear = any(other.rate is None for way in (up, down) for other in self._flows_of(way))
-        if unclear or now - flow.since < DECIDE_S:
+        if now - flow.since < DECIDE_S or not (self._is_clear(up, now) and self._is_clear(down, now)):
             return False
         flow.since = None
         news = [self._set(way, self._carried(way), now) for way in self._blamed(up, down)]
         return any(news)
 
+    def _is_full(self, way: Way) -> bool:
+        belief = self._beliefs.get(way)
+        return belief is not None and self._carried(way) >= FULL * belief.rate
+
+    def _explains(self, way: Way, flow: _Flow) -> bool:
+        """Whether a link is full, and the flow has about as much of it as the others."""
+        if not self._is_full(way):
+            return False
+        return (flow.rate or 0.0) >= FAIR * max(other.rate or 0.0 for other in self._flows_of(way))
+
     def _blamed(self, up: Way, down: Way) -> tuple[Way, ...]:
+        full = [self._is_full(way) for way in (up, down)]
+        if any(full):  # of others' bytes
+            return () if all(full) else (down,) if full[0] else (up,)
         out, into = self._held_back(up), self._held_back(down)
         if out != into and max(out, into) > 1:
             return (up,) if out > into else (down,)

@@ -42,6 +42,15 @@ class Company:
         job.enough = (now + COUNTED_S, enough)
         return enough
 
+    def heard_until(self, job: Job, now: float) -> float:
+        """Until when enough are heard if nobody speaks from now on. Before that no other scheduler has begun:
+        those who would vote for one still count on this one."""
+        untils = sorted(
+            (self._domain.leases.until_s(name) for name in self._domain.members_of(job)), reverse=True
+        )
+        needed = (len(untils) + self._given_up(job, now) + 1) // 2
+        return untils[needed - 1] if 0 < needed <= len(untils) else now
+
     def _is_irreplaceable(self, job: Job, node: str) -> bool:
         if job.book is None or not job.ready or job.failed is not None:
             return False

@@ -18,16 +18,21 @@ from mlfabric.messages import (
     PublishWanted,
     PullWanted,
     RatesLearned,
+    SlotLate,
 )
 from mlfabric.plan.values import Reserved
 from mlfabric.roles.actions import Action, SchedulerSettings, Send
 from mlfabric.roles.bandwidth import BandwidthView
+from mlfabric.roles.demand import Demand
 from mlfabric.roles.groups import Groups
 from mlfabric.roles.leases import Leases
 from mlfabric.roles.limits import Limits
 from mlfabric.roles.orderbook import OrderBook
 from mlfabric.roles.pace import Pace
 from mlfabric.topology import Network
+
+# Links rarely change alone: news of one is acted upon when there was time for news of the others.
+HEAR_OTHERS_S = 0.1
 
 
 @dataclass(slots=True)
@@ -37,6 +42,17 @@ class Fetch:
     node: str
     sources: dict[int, str]  # shard -> node
     reserved: dict[int, tuple[Reserved, float]]  # shard -> (transfer, when it should end)
+    with_state: bool = False
+    held: set[int] = field(default_factory=set)  # shards that change hands; they are served then
+
+
+@dataclass(slots=True)
+class Move:
+    """A lead that changes hands while its leader lives."""
+
+    target: str  # node
+    why: str
+    told: bool = False  # the leader was
 
 
 @dataclass(slots=True)
@@ -57,12 +73,23 @@ class Job:
     changes: dict[int, LeaderChanged] = field(default_factory=dict)  # the last per shard
     failed: str | None = None
     ending: float | None = None  # a leader left whom nobody could follow: when that is a failure
-    moving: dict[int, tuple[str, bool]] = field(default_factory=dict)  # shard -> (why, leader was told)
-    moved_at: dict[int, float] = field(default_factory=dict)  # for the sake of a better link
+    moving: dict[int, Move] = field(default_factory=dict)  # by shard
+    late: list[SlotLate] = field(default_factory=list)  # complaints that wait until leads have moved
+    demand: Demand = field(default_factory=Demand)
+    look_at: float | None = None  # when to look whether other hosts should lead
+    settled_at: float = 0.0  # leads that have moved stay until then
     alone: bool = False  # too few members are heard to decide anything
     enough: tuple[float, bool] = (-1.0, False)  # until when it is known whether enough are heard
     given_up: dict[str, float] = field(default_factory=dict)  # of late and on suspicion only: until when
     pace: Pace | None = None  # of the model's steps, where they are bound to each other
+
+    def taking_over(self) -> dict[int, str]:
+        """Shards that are changing hands just now, and the node that gets each."""
+        told = {index: move.target for index, move in self.moving.items() if move.told}
+        return told | {index: heir for index, (heir, _) in self.promoting.items()}
+
+    def look_soon(self, at: float) -> None:
+        self.look_at = at if self.look_at is None else min(self.look_at, at)
 
 
 class Domain:
@@ -136,6 +163,7 @@ class Domain:
         self.see_network()
         for job in self.jobs.values():
             job.groups.rates_changed(now)
+            job.look_soon(now + HEAR_OTHERS_S)
             if job.book is not None:
                 job.book.rates_changed(now)
 

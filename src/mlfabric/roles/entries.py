@@ -40,6 +40,7 @@ class GrantedPart:
     group: str | None
     reserved: Reserved
     finish_s: float
+    held: bool = False  # until another node has taken over the shard
 
 
 @dataclass(slots=True)
@@ -48,6 +49,7 @@ class GrantedUpdate:
     worker: str
     number: int
     parts: dict[int, GrantedPart]
+    weight: float = 1.0
 
 
 @dataclass(slots=True)
@@ -71,6 +73,7 @@ class Entries:
         self.waiting: dict[str, WaitingUpdate] = {}
         self.granted: dict[str, GrantedUpdate] = {}
         self.groups: dict[str, GatheringGroup] = {}
+        self.taking_over: dict[int, str] = {}  # shard whose lead moves just now -> node that will have it
         self.leaving: dict[tuple[int, str], int] = {}  # (shard, update) -> slot; may still be applied
         self.next_number = max(term * NUMBERS_PER_TERM, first_number)
         self.next_group = first_number  # no fewer than there were groups; their names are not used twice
@@ -109,9 +112,9 @@ class Entries:
         held += [part for granted in self.granted.values() for part in granted.parts.values()]
         return [remainder(each.reserved, each.finish_s, now) for each in held]
 
-    def member(self, waiting: WaitingUpdate, shard: int) -> MemberUpdate:
-        offer = waiting.offer
-        return MemberUpdate(offer.update, waiting.worker, offer.bases[shard], offer.floor)
+    def member(self, held: WaitingUpdate | GrantedUpdate, shard: int) -> MemberUpdate:
+        offer = held.offer
+        return MemberUpdate(offer.update, held.worker, offer.bases[shard], offer.floor)
 
     def arrived_between(self) -> tuple[float, float]:
         """When the first and the last of those that can be decided came."""
@@ -126,14 +129,6 @@ class Entries:
             for update, waiting in self.waiting.items()
             if update not in undecided and not waiting.judging
         ]
-
-    def is_idle(self, shard: int) -> bool:
-        """Whether nothing is on its way to this shard."""
-        return not (
-            any(shard in granted.parts for granted in self.granted.values())
-            or any(gathering.shard == shard for gathering in self.groups.values())
-            or any(index == shard for index, _ in self.leaving)
-        )
 
     def has_open(self, worker: str) -> bool:
         """Whether updates of this node, or sums it makes, are without an outcome."""

@@ -47,6 +47,7 @@ class FailOver:
         ]
         for pull in [name for name, pulling in job.pulls.items() if pulling.node == node]:
             del job.pulls[pull]
+        job.demand.forget(node)
         rest = self._pulls.source_lost(job, node)
         if job.pace is not None:
             job.pace.lost(node)
@@ -107,11 +108,11 @@ class FailOver:
         job.promoting[index] = (replica, why)
         epoch = shard.range.epoch + 1
         return [
-            Note("failing-over", f"shard {index} from {node} to {replica}: {reason}", loud=True),
+            Note("failing-over", f"shard {index} from {node} to {replica}: {reason}", loud=reason != LEFT),
             Send(replica, f"replica.{index}", Promote(index, epoch, why)),
         ]
 
-    def promoted(self, job: Job, sender: str, message: Promoted) -> list[Action]:
+    def promoted(self, job: Job, sender: str, message: Promoted, now: float) -> list[Action]:
         assert job.book is not None
         expected = job.promoting.pop(message.shard, None)
         if expected is None or expected[0] != sender:
@@ -129,32 +130,51 @@ class FailOver:
         survived = AppliedSet(message.applied)
         lost = tuple(sorted(update for update in shard.undurable if update not in survived))
         shard.undurable.clear()
-        shard.fail_overs.append(Version(message.epoch, message.version))
-        job.pulls.clear()  # workers ask again when they hear of the new leader
+        if not moved:
+            shard.fail_overs.append(Version(message.epoch, message.version))
+            job.pulls.clear()  # workers ask again when they hear of the new leader
         actions: list[Action] = [
             Note(
                 "lead-moved" if moved else "failed-over",
                 f"shard {message.shard} is led by {sender} from version {message.version}, "
                 f"optimizer state {message.version - message.state_version} versions older: {expected[1]}",
-                loud=True,
+                loud=not moved,
                 value=float(message.version),
             )
         ]
         if moved:
             why = f"shard {message.shard} is led by {sender} now"
-            actions.append(Send(before, "member", StepDown(f"server.{message.shard}", why)))
+            actions.append(Send(before, "member", StepDown(f"server.{message.shard}", why, orderly=True)))
         if lost:
             actions.append(Note("lost", f"committed, but not in {sender} when it took over", lost, loud=True))
         replica_actions = self._placing.find_replicas(job)
         change = LeaderChanged(shard.range, message.version, message.applied, expected[1])
         job.changes[message.shard] = change
+        if moved:
+            change = msgspec.structs.replace(change, orderly=True)
         for name in sorted(self._domain.members_of(job)):
             actions += [Send(name, role, change) for role in ("worker", "aggregator")]
-        return [*actions, *replica_actions]
+        return [*actions, *replica_actions, *(self._go_on(job, message.shard, now) if moved else [])]
+
+    def lead_stayed(self, job: Job, shard: int, now: float) -> list[Action]:
+        """Who was to take over is gone: what was held back for it goes to the leader there is."""
+        assert job.book is not None
+        members = self._domain.members_of(job)
+        held = job.book.grant_anew(shard, self._domain.network, members, now, moved=False)
+        return [*held, *self._pulls.lead_stayed(job, shard, now)]
+
+    def _go_on(self, job: Job, shard: int, now: float) -> list[Action]:
+        """The lead has moved and nothing is lost: what was on its way goes to the new leader."""
+        assert job.book is not None
+        job.late = [late for late in job.late if late.shard != shard]
+        self._pulls.lead_moved(job, shard, now)
+        members = self._domain.members_of(job)
+        return job.book.grant_anew(shard, self._domain.network, members, now, moved=True)
 
     def _replica_lost(self, job: Job, index: int, node: str, reason: str, now: float) -> list[Action]:
         assert job.book is not None
         shard = job.book.shards[index]
+        moving = index in job.taking_over()
         shard.range = msgspec.structs.replace(shard.range, replica=None)
         shard.replica_filled = False
         job.moving.pop(index, None)
@@ -170,6 +190,8 @@ class FailOver:
             Send(shard.range.leader, f"server.{index}", gone),
             *self._placing.find_replicas(job),
         ]
+        if moving:
+            actions += self.lead_stayed(job, index, now)
         return [*actions, *self._placing.check_ready(job, now)]
 
     def _fail(self, job: Job, reason: str) -> list[Action]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from mlfabric.events import TransferArriving
 from mlfabric.messages import ModelPart, PullWanted, ShardRange, Version
 from mlfabric.roles.actions import AcceptTransfer, Action, FreeBuffer, RefuseTransfer, ResolvePull, Send
@@ -30,8 +32,9 @@ class Fetching:
         self._pulls[wanted.pull] = _Pull(wanted)
         return [self._ask(wanted.pull)]
 
-    def _ask(self, pull: str) -> Send:
-        return Send(self._scheduler, "scheduler", self._pulls[pull].wanted)
+    def _ask(self, pull: str, shards: tuple[int, ...] = ()) -> Send:
+        wanted = msgspec.structs.replace(self._pulls[pull].wanted, shards=shards)
+        return Send(self._scheduler, "scheduler", wanted)
 
     def refused(self, pull: str, reason: str) -> list[Action]:
         if self._pulls.pop(pull, None) is None:
@@ -67,8 +70,10 @@ class Fetching:
 
     def failed(self, transfer: str, retry_at: float) -> None:
         for pull in self._pulls.values():
-            if pull.transfers.pop(transfer, None) is not None:
-                pull.retry_at = retry_at
+            gone = pull.transfers.pop(transfer, None)
+            if gone is not None:
+                moved = gone[1].epoch < self._shards[gone[0]].epoch  # another leads by now: it can be asked
+                pull.retry_at = 0.0 if moved else retry_at
 
     def leader_silent(self, led: set[int], retry_at: float) -> None:
         for pull in self._pulls.values():
@@ -77,13 +82,25 @@ class Fetching:
 
     def begin_again(self) -> list[Action]:
         """After a fail-over, or for a new scheduler: from the first shard on."""
+        return [action for name, pull in self._pulls.items() for action in self._begin_again(name, pull)]
+
+    def _begin_again(self, name: str, pull: _Pull) -> list[Action]:
+        freed: list[Action] = [FreeBuffer(_pull_buffer(name, shard)) for shard in pull.versions]
+        pull.versions.clear()
+        pull.transfers.clear()
+        pull.retry_at = None
+        return [*freed, self._ask(name)]
+
+    def lead_moved(self, shard: int) -> list[Action]:
+        """What is not on its way from the old leader comes from the new one. The parts of a checkpoint belong
+        together: it begins again."""
         actions: list[Action] = []
         for name, pull in self._pulls.items():
-            actions += [FreeBuffer(_pull_buffer(name, shard)) for shard in pull.versions]
-            pull.versions.clear()
-            pull.transfers.clear()
-            pull.retry_at = None
-            actions.append(self._ask(name))
+            if pull.wanted.with_state:
+                actions += self._begin_again(name, pull)
+            elif shard not in pull.versions and all(of != shard for of, _ in pull.transfers.values()):
+                pull.retry_at = None
+                actions.append(self._ask(name, (shard,)))
         return actions
 
     def retry(self, now: float) -> list[Action]:
@@ -91,7 +108,11 @@ class Fetching:
         for name, pull in self._pulls.items():
             if pull.retry_at is not None and now >= pull.retry_at:
                 pull.retry_at = None
-                actions.append(self._ask(name))
+                coming = {shard for shard, _ in pull.transfers.values()}
+                lacking = tuple(sorted(self._shards.keys() - pull.versions.keys() - coming))
+                if not lacking:
+                    continue
+                actions.append(self._ask(name, () if pull.wanted.with_state else lacking))
         return actions
 
     def deadlines(self) -> list[float]:

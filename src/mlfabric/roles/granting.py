@@ -53,9 +53,12 @@ class Granting:
             self._entries.counts["granted"] += 1
             lease = (placed.finish_s - now) * PATIENCE + PATIENCE_S
             weight = placed.weight if self._entries.settings.weigh else 1.0
-            granted = GrantedUpdate(waiting.offer, waiting.worker, number, {})
+            granted = GrantedUpdate(waiting.offer, waiting.worker, number, {}, weight)
             routes = []
             for part in placed.parts:
+                if part.shard in self._entries.taking_over:
+                    self._hold(granted, part.shard, part.rate_bytes_per_s, part.finish_s, members)
+                    continue
                 member = self._entries.member(waiting, part.shard)
                 if part.group is None:
                     slots[part.shard].append(Slot(number, (member,), None, lease))
@@ -85,14 +88,10 @@ class Granting:
                     )
                 )
             self._entries.granted[placed.update] = granted
-            grants += [
-                Note("placed", f"number {number}: {placed.reason}", (placed.update,)),
-                Send(
-                    waiting.worker,
-                    "worker",
-                    Grant(placed.update, number, weight, tuple(routes), placed.reason),
-                ),
-            ]
+            grants.append(Note("placed", f"number {number}: {placed.reason}", (placed.update,)))
+            if routes:
+                grant = Grant(placed.update, number, weight, tuple(routes), placed.reason)
+                grants.append(Send(waiting.worker, "worker", grant))
         return [*self._sequences(slots, gathered, bound), *self._gather_orders(gathered, now), *grants]
 
     def _gather(
@@ -182,21 +181,75 @@ class Granting:
             granted = GrantedUpdate(waiting.offer, waiting.worker, number, {})
             routes = []
             for index in waiting.offer.shards:
-                book = self._entries.shards[index].range
-                source, target = members[waiting.worker].host, members[book.leader].host
-                rate = min(network.rate(source, target), MAX_RATE)
-                size = waiting.offer.size_bytes * book.count / self._entries.elements
-                finish = now + size / rate
-                reserved = Reserved(source, target, size, rate)
-                granted.parts[index] = GrantedPart(index, number, None, reserved, finish)
-                role = f"server.{index}"
-                routes.append(
-                    PartRoute(index, book.leader, role, rate, 0.0, book.epoch, None, self._entries.term)
-                )
+                if index in self._entries.taking_over:
+                    self._hold(granted, index, MAX_RATE, now, members)
+                    continue
+                routes.append(self._route_directly(granted, index, network, members, now))
                 slot = Slot(number, (self._entries.member(waiting, index),), None, PATIENCE_S)
-                message = Sequence(index, book.epoch, (slot,), bound)
-                actions.append(Send(book.leader, f"server.{index}", message))
+                actions += self._sequences({index: [slot]}, {}, bound)
             self._entries.granted[update] = granted
             reason = "the rest of an update that other shards have applied"
-            actions.append(Send(waiting.worker, "worker", Grant(update, number, 1.0, tuple(routes), reason)))
+            if routes:
+                grant = Grant(update, number, 1.0, tuple(routes), reason)
+                actions.append(Send(waiting.worker, "worker", grant))
         return actions
+
+    def _hold(
+        self,
+        granted: GrantedUpdate,
+        index: int,
+        rate: float,
+        finish_s: float,
+        members: Mapping[str, MemberInfo],
+    ) -> None:
+        """Book a part whose shard is changing hands; it is sent once that is done."""
+        source = members[granted.worker].host
+        target = members[self._entries.taking_over[index]].host
+        size = granted.offer.size_bytes * self._entries.shards[index].range.count / self._entries.elements
+        reserved = Reserved(source, target, size, rate)
+        granted.parts[index] = GrantedPart(index, granted.number, None, reserved, finish_s, held=True)
+
+    def grant_anew(
+        self,
+        index: int,
+        network: Network,
+        members: Mapping[str, MemberInfo],
+        bound: int | None,
+        now: float,
+        only_held: bool = False,
+    ) -> list[Action]:
+        """Another node leads this shard now: what was on its way there goes to it, in the same order. Or it
+        did not come to that (`only_held`): what was held back goes to who leads it still."""
+        for name in [name for name, group in self._entries.groups.items() if group.shard == index]:
+            if not only_held:
+                del self._entries.groups[name]
+        slots: list[Slot] = []
+        grants: list[Action] = []
+        for granted in sorted(self._entries.granted.values(), key=lambda each: each.number):
+            if index not in granted.parts or (only_held and not granted.parts[index].held):
+                continue
+            route = self._route_directly(granted, index, network, members, now)
+            lease = (granted.parts[index].finish_s - now) * PATIENCE + PATIENCE_S
+            slots.append(Slot(granted.number, (self._entries.member(granted, index),), None, lease))
+            update, reason = granted.offer.update, f"shard {index} is led by {route.node} now"
+            grant = Grant(update, granted.number, granted.weight, (route,), reason)
+            grants.append(Send(granted.worker, "worker", grant))
+        return [*self._sequences({index: slots}, {}, bound), *grants]
+
+    def _route_directly(
+        self,
+        granted: GrantedUpdate,
+        index: int,
+        network: Network,
+        members: Mapping[str, MemberInfo],
+        now: float,
+    ) -> PartRoute:
+        """Book a part at its path's whole rate, straight to who leads the shard."""
+        book = self._entries.shards[index].range
+        source, target = members[granted.worker].host, members[book.leader].host
+        rate = min(network.rate(source, target), MAX_RATE)
+        size = granted.offer.size_bytes * book.count / self._entries.elements
+        reserved = Reserved(source, target, size, rate)
+        granted.parts[index] = GrantedPart(index, granted.number, None, reserved, now + size / rate)
+        role = f"server.{index}"
+        return PartRoute(index, book.leader, role, rate, 0.0, book.epoch, None, self._entries.term)

@@ -1,77 +1,93 @@
-"""Leads that move while their leader lives: to a better link, or because its host is to leave."""
+"""Leads that move while their leader lives: to a better link (`roles.replacing` says which), or because its
+host is to leave.
+
+The leader stops where it is, brings who takes over level, and yields; what was on its way is sent once more,
+to the new leader and in the same order. What is granted meanwhile sends its other parts; the part of a shard
+that is changing hands is held back until that is done.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
-from mlfabric.messages import DrainAnswered, DrainBegun, DrainWanted, LeadYielded, Promote, YieldLead
+from mlfabric.messages import (
+    DrainAnswered,
+    DrainBegun,
+    DrainWanted,
+    LeadYielded,
+    Promote,
+    StepDown,
+    YieldLead,
+)
 from mlfabric.roles.actions import Action, Note, Send
-from mlfabric.roles.domain import Domain, Job
+from mlfabric.roles.domain import Domain, Job, Move
+from mlfabric.roles.failover import FailOver
 from mlfabric.roles.placing import Placing, by_suitability
-
-# A lead moves to a replica whose link is so many times better, and not again before so long.
-BETTER_LINK = 2.0
-SETTLED_S = 10.0
 
 
 class Handover:
-    def __init__(self, domain: Domain, placing: Placing) -> None:
+    def __init__(self, domain: Domain, placing: Placing, failover: FailOver) -> None:
         self._domain = domain
         self._placing = placing
+        self._failover = failover
 
-    def _move_lead(self, job: Job, index: int, why: str) -> list[Action]:
-        """Let what is on its way arrive, then have the replica take over: nothing is lost by it."""
-        assert job.book is not None
-        shard = job.book.shards[index]
-        ready = shard.replica_filled and shard.range.replica in self._domain.usable(job)
-        if not ready or index in job.promoting or index in job.moving:
-            return []
-        job.moving[index] = (why, False)
-        note = Note("moving-lead", f"shard {index} from {shard.range.leader} to {shard.range.replica}: {why}")
-        return [note, *self.ask_to_yield(job)]
-
-    def ask_to_yield(self, job: Job) -> list[Action]:
+    def move_leads(self, job: Job, targets: Mapping[int, str], why: str) -> list[Action]:
+        """Have other nodes lead these shards: their replicas, or whoever is to follow just for this."""
         assert job.book is not None
         actions: list[Action] = []
-        for index, (why, told) in job.moving.items():
-            if not told and job.book.entries.is_idle(index):
-                job.moving[index] = (why, True)
+        for index, target in sorted(targets.items()):
+            if index not in job.promoting and index not in job.moving:
+                job.moving[index] = Move(target, why)
                 leader = job.book.shards[index].range.leader
-                actions.append(Send(leader, f"server.{index}", YieldLead(index, why)))
+                actions.append(Note("moving-lead", f"shard {index} from {leader} to {target}: {why}"))
+        return [*actions, *self.ask_to_yield(job)]
+
+    def ask_to_yield(self, job: Job) -> list[Action]:
+        """Once nobody is being asked about dropping updates, and no checkpoint is being taken: both need
+        all shards to stay where they are."""
+        assert job.book is not None
+        if job.book.withdrawing.is_dropping() or any(pulling.with_state for pulling in job.pulls.values()):
+            return []
+        actions: list[Action] = []
+        usable = self._domain.usable(job)
+        job.moving = {index: move for index, move in job.moving.items() if move.told or move.target in usable}
+        for index, move in job.moving.items():
+            if not move.told:
+                move.told = True
+                actions += self._follow(job, index, move.target)
+                range_ = job.book.shards[index].range
+                order = YieldLead(index, move.why, move.target)
+                actions.append(Send(range_.leader, f"server.{index}", order))
         return actions
+
+    def _follow(self, job: Job, index: int, target: str) -> list[Action]:
+        """Whoever is to lead a shard follows it first."""
+        assert job.book is not None
+        shard = job.book.shards[index]
+        if shard.range.replica == target:
+            return []
+        actions: list[Action] = []
+        if shard.range.replica is not None:
+            why = f"shard {index} is followed by {target} now"
+            actions.append(
+                Send(shard.range.replica, "member", StepDown(f"replica.{index}", why, orderly=True))
+            )
+        shard.range = msgspec.structs.replace(shard.range, replica=target)
+        shard.replica_filled = False
+        return [*actions, self._placing.follow_order(job, shard.range)]
 
     def lead_yielded(self, job: Job, sender: str, message: LeadYielded) -> list[Action]:
         assert job.book is not None
         range_ = job.book.shards[message.shard].range
         if message.shard not in job.moving or (sender, message.epoch) != (range_.leader, range_.epoch):
             return []
-        why, _ = job.moving.pop(message.shard)
-        assert range_.replica is not None
-        job.promoting[message.shard] = (range_.replica, why)
-        promote = Promote(message.shard, range_.epoch + 1, why)
-        return [Send(range_.replica, f"replica.{message.shard}", promote)]
-
-    def better_links(self, node: str, now: float) -> list[Action]:
-        """After news of a host's rates: a lead moves where its replica is much better linked."""
-        job = self._domain.job_of(node)
-        if job is None or job.book is None or not job.ready:
-            return []
-        actions: list[Action] = []
-        for index, shard in job.book.shards.items():
-            replica = self._domain.members.get(shard.range.replica or "")
-            leader = self._domain.members.get(shard.range.leader)
-            if replica is None or leader is None or now < job.moved_at.get(index, -SETTLED_S) + SETTLED_S:
-                continue
-            here, there = (self._domain.network.hosts[member.host] for member in (leader, replica))
-            rate = min(here.up_bytes_per_s, here.down_bytes_per_s)
-            other = min(there.up_bytes_per_s, there.down_bytes_per_s)
-            if other >= BETTER_LINK * rate:
-                why = f"the link of {there.name} carries {other / rate:.1f} times as much"
-                moves = self._move_lead(job, index, why)
-                if moves:
-                    job.moved_at[index] = now
-                actions += moves
-        return actions
+        move = job.moving.pop(message.shard)
+        assert range_.replica == move.target
+        job.promoting[message.shard] = (move.target, move.why)
+        promote = Promote(message.shard, range_.epoch + 1, move.why, orderly=True)
+        return [Send(move.target, f"replica.{message.shard}", promote)]
 
     def drain(self, wanted: DrainWanted, ask: bool = False) -> tuple[DrainAnswered, list[Action]]:
         """Have a node, or all nodes of a host, leave once nothing needs them."""
@@ -103,21 +119,25 @@ class Handover:
             return f"nobody else can lead shard {led[0]} of job {job.name}; add a member that can first"
         return ""
 
-    def hand_on(self, job: Job, node: str) -> list[Action]:
+    def hand_on(self, job: Job, node: str, now: float) -> list[Action]:
         assert job.book is not None
+        usable = self._domain.usable(job)
         actions: list[Action] = []
         for index, shard in job.book.shards.items():
             range_ = shard.range
             if range_.replica == node and index not in job.promoting:
                 other = self._placing.choose_replica(job, range_)
                 if other is not None:
+                    moving = job.moving.pop(index, None)
                     shard.range = msgspec.structs.replace(range_, replica=other)
                     shard.replica_filled = False
                     actions += self._placing.assign_replica(job, shard.range)
+                    if moving is not None and moving.told:
+                        actions += self._failover.lead_stayed(job, index, now)
             elif range_.leader == node and range_.replica is None:
                 actions += self._placing.find_replicas(job)
-            elif range_.leader == node:
-                actions += self._move_lead(job, index, self._domain.draining[node])
+            elif range_.leader == node and shard.replica_filled and range_.replica in usable:
+                actions += self.move_leads(job, {index: range_.replica}, self._domain.draining[node])
         return actions
 
     def is_needed(self, job: Job, node: str) -> bool:

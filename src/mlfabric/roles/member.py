@@ -174,7 +174,7 @@ class Member:
         """Roles come and go as the scheduler says."""
         if isinstance(message, StepDown):
             return [
-                Note("stepped-down", f"{message.role}: {message.reason}", loud=True),
+                Note("stepped-down", f"{message.role}: {message.reason}", loud=not message.orderly),
                 StopRole(message.role),
             ]
         self._taken += 1

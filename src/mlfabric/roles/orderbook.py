@@ -22,11 +22,11 @@ from mlfabric.messages import (
     count_at,
 )
 from mlfabric.plan.planner import plan_updates
-from mlfabric.plan.values import JobState, Offer, Plan, Reserved, Shard
+from mlfabric.plan.values import JobState, Offer, Placed, Plan, Reserved, Shard
 from mlfabric.roles.actions import Action, Note, Send
 from mlfabric.roles.entries import Entries, WaitingUpdate
 from mlfabric.roles.granting import Granting
-from mlfabric.roles.release import at_full_rate, due_prefix, host_of, lookahead
+from mlfabric.roles.release import at_full_rate, due_prefix, goes_straight, host_of, lookahead, start_at
 from mlfabric.roles.rounds import choose
 from mlfabric.roles.withdrawing import Withdrawing
 from mlfabric.topology import Network
@@ -39,6 +39,8 @@ RATES_S = 0.05
 # since the last one.
 GATHER_SHARE = 0.5
 QUIET_SHARE = 0.15
+# How often it is tried whether servers could take more at a time.
+PROBE_S = 4.0
 
 
 class OrderBook:
@@ -50,6 +52,7 @@ class OrderBook:
         self.withdrawing = Withdrawing(self.entries)
         self.shards = self.entries.shards
         self._drops_in_row: dict[str, int] = {}
+        self._probe_at = float("-inf")
         self._arrivals = 0
         self.recent: deque[tuple[float, int]] = deque(maxlen=1000)  # (when, updates applied), of any shard
 
@@ -70,7 +73,9 @@ class OrderBook:
         if self.entries.waiting:
             self.entries.plan_soon(now + RATES_S)
 
-    def applied(self, report: AppliedReport, now: float) -> list[Action]:
+    def applied(self, report: AppliedReport, now: float) -> list[str]:
+        """Take a server's account; the workers whose updates are in everywhere by it."""
+        settled: list[str] = []
         book = self.shards[report.shard]
         if report.epoch != book.range.epoch:
             return []
@@ -85,6 +90,8 @@ class OrderBook:
             if granted is not None:
                 self.entries.finish_part(granted, report.shard)
                 self._drops_in_row.pop(granted.worker, None)
+                if update not in self.entries.granted:
+                    settled.append(granted.worker)
             waiting = self.entries.waiting.get(update)
             if waiting is not None:  # offered again, and came by its first way after all
                 rest = tuple(index for index in waiting.offer.shards if index != report.shard)
@@ -94,7 +101,7 @@ class OrderBook:
                 if not rest:
                     del self.entries.waiting[update]
         self.entries.plan_soon(now)
-        return []
+        return settled
 
     def refused(self, update: str) -> None:
         """A server found it too old when its turn came; its worker knows."""
@@ -137,7 +144,7 @@ class OrderBook:
         for drop in plan.drops:
             actions += self._drop(drop.update, drop.reason)
         group_at = self._group_at(plan, workers) if plan.groups else now
-        released = due_prefix(plan, now, groups=group_at <= now)
+        released = due_prefix(plan, now, groups=group_at <= now) or self._probe(plan, now)
         if released:
             actions += self._granting.release(plan, released, members, bound, now)
         rest = plan.placed[len(released) :]
@@ -151,6 +158,14 @@ class OrderBook:
             ]
             self.entries.plan_soon(max(min(starts), now + BATCH_S))
         return actions
+
+    def _probe(self, plan: Plan, now: float) -> tuple[Placed, ...]:
+        """Now and then an update goes to its servers beside another one: only so it shows when their links
+        could take more than any one worker sends."""
+        if now < self._probe_at or not plan.placed or not goes_straight(plan.placed[0]):
+            return ()
+        self._probe_at = now + PROBE_S
+        return (start_at(plan.placed[0], now),)
 
     def _group_at(self, plan: Plan, workers: int) -> float:
         """When what waits may be cut into groups.
@@ -203,7 +218,7 @@ class OrderBook:
         shards = tuple(
             Shard(
                 index=index,
-                server=members[book.range.leader].host,
+                server=members[self.entries.taking_over.get(index, book.range.leader)].host,
                 replica=host_of(book.range.replica, members),
                 share=book.range.count / self.entries.elements,
             )
@@ -244,6 +259,23 @@ class OrderBook:
             )
             for index in waiting.offer.shards
         ]
+
+    def grant_anew(
+        self,
+        shard: int,
+        network: Network,
+        members: Mapping[str, MemberInfo],
+        now: float,
+        moved: bool,
+    ) -> list[Action]:
+        """What was on its way to a shard's former leader goes to the one it has now; or it has not moved
+        after all, and gets what was held back."""
+        workers = sum(1 for member in members.values() if "worker" in member.roles)
+        bound = self.entries.max_delay(workers)
+        self.entries.plan_soon(now)
+        taken_back = self.withdrawing.lead_moved(shard, now) if moved else []
+        granted = self._granting.grant_anew(shard, network, members, bound, now, only_held=not moved)
+        return [*taken_back, *granted]
 
     def not_applied(self, shard: int, update: str, now: float) -> None:
         waiting = self.entries.waiting.get(update)

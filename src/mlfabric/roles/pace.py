@@ -35,6 +35,9 @@ class Pace:
             self._clocks[node] = wanted.clock
         self._held[wanted.pull] = (node, wanted)
 
+    def holds(self, pull: str) -> bool:
+        return pull in self._held
+
     def lost(self, node: str) -> None:
         self._stop_counting(node)
         self._held = {pull: held for pull, held in self._held.items() if held[0] != node}

@@ -20,14 +20,16 @@ from mlfabric.messages import (
 from mlfabric.roles.actions import Action, Note, Send
 from mlfabric.roles.domain import Domain, Job
 from mlfabric.roles.entries import ShardBook
+from mlfabric.roles.leads import Leads
 from mlfabric.roles.orderbook import OrderBook
 from mlfabric.roles.pulls import Pulls
 
 
 class Placing:
-    def __init__(self, domain: Domain, pulls: Pulls) -> None:
+    def __init__(self, domain: Domain, pulls: Pulls, leads: Leads) -> None:
         self._domain = domain
         self._pulls = pulls
+        self._leads = leads
 
     def publish(self, job: Job, sender: str, message: PublishWanted) -> list[Action]:
         if job.failed is not None:
@@ -52,22 +54,21 @@ class Placing:
         if job.published is None or job.placed or len(members) < job.expected:
             return []
         wanted = job.published
-        leaders = by_suitability(self._domain.usable(job), "server")
-        if not leaders:
+        if not self._leads.places(job):
             return []
         job.placed, job.expected = True, 0
         book = OrderBook(job.name, wanted.settings, wanted.elements, self._domain.settings.term)
         job.book = book
-        count = min(wanted.settings.shards, wanted.elements)
+        count = self._leads.count(job, wanted)
         cuts = [wanted.elements * i // count for i in range(count + 1)]
         actions: list[Action] = []
-        for index in range(count):
-            leader = leaders[index % len(leaders)]
+        for index, leader in enumerate(self._leads.first(job, wanted, count)):
             range_ = ShardRange(index, cuts[index], cuts[index + 1] - cuts[index], leader)
-            replica = self.choose_replica(job, range_)
-            range_ = msgspec.structs.replace(range_, replica=replica)
             book.shards[index] = ShardBook(range_, version=wanted.version)
-            actions += self._appoint(job, range_)
+        for shard in book.shards.values():
+            replica = self.choose_replica(job, shard.range)
+            shard.range = msgspec.structs.replace(shard.range, replica=replica)
+            actions += self._appoint(job, shard.range)
         actions += self._warn_of_bound(job)
         ranges = tuple(shard.range for shard in book.shards.values())
         return [*actions, Send(job.publisher, "worker", PublishFirst(ranges))]
@@ -85,13 +86,17 @@ class Placing:
         return actions
 
     def assign_replica(self, job: Job, range_: ShardRange) -> list[Action]:
+        assert range_.replica is not None
+        return [
+            self.follow_order(job, range_),
+            Send(range_.leader, f"server.{range_.index}", ReplicaAssigned(range_.index, range_.replica)),
+        ]
+
+    def follow_order(self, job: Job, range_: ShardRange) -> Send:
         assert job.published is not None
         assert range_.replica is not None
         about = (job.published.rule, job.published.settings, job.published.dtype, self._domain.settings.node)
-        return [
-            Send(range_.replica, "member", FollowShard(range_, *about)),
-            Send(range_.leader, f"server.{range_.index}", ReplicaAssigned(range_.index, range_.replica)),
-        ]
+        return Send(range_.replica, "member", FollowShard(range_, *about))
 
     def choose_replica(self, job: Job, range_: ShardRange) -> str | None:
         assert job.published is not None
@@ -106,11 +111,14 @@ class Placing:
                 if name in duties:
                     duties[name] += 1
 
-        def unfit(name: str) -> tuple[bool, bool, bool, int]:
-            """Another host comes first, another rack, who does not work, who has few shards already."""
+        def unfit(name: str) -> tuple[bool, bool, bool, int, float]:
+            """Another host comes first, another rack, who does not work, who has few shards already, and of
+            those who is well linked."""
             member = members[name]
+            host = self._domain.network.hosts[member.host]
             same_host, same_rack = member.host == leader.host, member.rack == leader.rack
-            return same_host, same_rack, "worker" in member.roles, duties[name]
+            rate = min(host.up_bytes_per_s, host.down_bytes_per_s)
+            return same_host, same_rack, "worker" in member.roles, duties[name], -rate
 
         return min(able, key=unfit, default=None)
 

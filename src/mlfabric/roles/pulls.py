@@ -6,6 +6,9 @@ nearest by: the leader or its replica.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+
 from mlfabric.messages import AppliedReport, PullFailed, PullWanted, Replicate, ServePull
 from mlfabric.plan.values import Reserved
 from mlfabric.roles.actions import Action, Send
@@ -13,6 +16,7 @@ from mlfabric.roles.domain import Domain, Fetch, Job
 from mlfabric.roles.entries import ShardBook
 from mlfabric.roles.pace import Pace
 from mlfabric.roles.release import MAX_RATE
+from mlfabric.topology import Link
 
 # A replica is brought up to date in spare time once it has used up this share of its bound.
 SPARE_SHARE = 0.5
@@ -28,6 +32,11 @@ class Pulls:
         if job.book is None or not job.ready:
             job.early_pulls.append((sender, message))
             return []
+        if message.shards:  # the rest of a pull that is under way
+            held = job.pace is not None and job.pace.holds(message.pull)
+            return [] if held else self._serve(job, sender, message, now)
+        if job.book.entries.has_open(sender):
+            job.demand.alongside = True
         if job.pace is None:
             job.pace = Pace(job.book.entries.settings)
         if not job.pace.binds:
@@ -45,14 +54,22 @@ class Pulls:
 
     def _serve(self, job: Job, sender: str, message: PullWanted, now: float) -> list[Action]:
         assert job.book is not None
-        if job.promoting or job.ending is not None:
+        lost = any(job.book.shards[index].range.leader not in self._domain.members for index in job.promoting)
+        if lost or job.ending is not None:
             return []  # the new leader's announcement makes the worker ask again; or the job ends
         actions: list[Action] = []
-        fetch = Fetch(sender, {}, {})
+        moving = job.taking_over()
+        users = self._users()
+        fetch = Fetch(sender, {}, {}, message.with_state)
         after = job.book.entries.last_number() if message.with_state else None
         for index, shard in sorted(job.book.shards.items()):
+            if message.shards and index not in message.shards:
+                continue
+            if index in moving:  # the worker asks again for it when it hears of the new leader
+                fetch.held.add(index)
+                continue
             holder = self._nearest(job, shard, sender) if message.first else shard.range.leader
-            rate = self._spare_rate(holder, sender)
+            rate = self._spare_rate(holder, sender, users)
             source, target = self._domain.members[holder].host, self._domain.members[sender].host
             size = float(shard.range.count * 4)
             if source != target:
@@ -61,8 +78,27 @@ class Pulls:
             order = ServePull(message.pull, sender, index, rate, message.with_state, after)
             role = "server" if holder == shard.range.leader else "replica"
             actions.append(Send(holder, f"{role}.{index}", order))
-        job.pulls[message.pull] = fetch
+        known = job.pulls.setdefault(message.pull, fetch)
+        known.sources |= fetch.sources
+        known.reserved |= fetch.reserved
+        known.held |= fetch.held
         return actions
+
+    def lead_stayed(self, job: Job, shard: int, now: float) -> list[Action]:
+        """It did not move after all: what was held back comes from who leads it still."""
+        actions: list[Action] = []
+        for name, fetch in job.pulls.items():
+            if shard in fetch.held:
+                fetch.held.discard(shard)
+                wanted = PullWanted(name, fetch.with_state, shards=(shard,))
+                actions += self._serve(job, fetch.node, wanted, now)
+        return actions
+
+    def lead_moved(self, job: Job, shard: int, now: float) -> None:
+        """Parts that the old leader is still sending end without its word."""
+        for name in list(job.pulls):
+            job.pulls[name].held.discard(shard)
+            self.pull_served(job, name, shard, now)
 
     def _nearest(self, job: Job, shard: ShardBook, sender: str) -> str:
         """The leader, or its replica where that is nearer and not far behind: updates would come too late."""
@@ -109,31 +145,34 @@ class Pulls:
                 actions.append(Send(leader, f"server.{index}", order))
         return actions
 
-    def pull_served(self, job: Job, pull: str, shard: int) -> None:
+    def pull_served(self, job: Job, pull: str, shard: int, now: float) -> None:
         fetch = job.pulls.get(pull)
         if fetch is not None:
             fetch.sources.pop(shard, None)
             fetch.reserved.pop(shard, None)
-            if not fetch.sources:
+            if not fetch.sources and not fetch.held:
                 del job.pulls[pull]
+                job.demand.waits_no_more(fetch.node, now)
 
-    def _spare_rate(self, source: str, target: str) -> float:
+    def _spare_rate(self, source: str, target: str, users: Mapping[Link, int] | None = None) -> float:
         """What the path has left beside other pulls; never less than a fair part of it."""
         here, there = self._domain.members[source].host, self._domain.members[target].host
         if here == there:
             return MAX_RATE
-        path = self._domain.network.path(here, there)
-        rate = float("inf")
-        for link in path:
-            users = 1
-            for job in self._domain.jobs.values():
-                for pulling in job.pulls.values():
-                    users += sum(
-                        link in self._domain.network.path(r.source, r.target)
-                        for r, _ in pulling.reserved.values()
-                    )
-            rate = min(rate, self._domain.network.capacity(link) / users)
-        return rate
+        users = self._users() if users is None else users
+        network = self._domain.network
+        return min(network.capacity(link) / (1 + users.get(link, 0)) for link in network.path(here, there))
+
+    def _users(self) -> Counter[Link]:
+        """How many parts of models each link carries."""
+        network = self._domain.network
+        return Counter(
+            link
+            for job in self._domain.jobs.values()
+            for pulling in job.pulls.values()
+            for reserved, _ in pulling.reserved.values()
+            for link in network.path(reserved.source, reserved.target)
+        )
 
     def spare_replication(self, job: Job, report: AppliedReport) -> list[Action]:
         """Use a moment's spare capacity before the bound makes the server wait."""

@@ -99,6 +99,17 @@ def due_prefix(plan: Plan, now: float, groups: bool = True) -> tuple[Placed, ...
     return plan.placed[: last + 1]
 
 
+def goes_straight(placed: Placed) -> bool:
+    """Whether an update is summed with no other on its way."""
+    return all(part.group is None for part in placed.parts)
+
+
+def start_at(placed: Placed, now: float) -> Placed:
+    """The same update, whose parts start now."""
+    parts = tuple(msgspec.structs.replace(part, start_s=now) for part in placed.parts)
+    return msgspec.structs.replace(placed, parts=parts)
+
+
 def node_on(host: str, members: Mapping[str, MemberInfo], worker: str) -> str:
     """The node that sums on this host: the worker itself where it lives there, else the first by name."""
     if members[worker].host == host:

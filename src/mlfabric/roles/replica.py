@@ -138,6 +138,7 @@ class Replica:
         if self._version < 0:
             return [Note("not-promoted", "this replica was never filled", loud=True), reply]
         self._promoted = True
+        began = Version(promote.epoch, self._version)
         lead = msgspec.structs.replace(shard, epoch=promote.epoch, replica=None)
         settings = ServerSettings(
             shard=lead,
@@ -147,7 +148,7 @@ class Replica:
             dtype=self._settings.dtype,
             version=self._version,
             applied=self._applied,
-            fail_overs=(*self._fail_overs, Version(promote.epoch, self._version)),
+            fail_overs=self._fail_overs if promote.orderly else (*self._fail_overs, began),
             promoted=True,
             state_version=self._state_version,
         )

@@ -153,6 +153,9 @@ class ReplicaLink:
                 actions.append(Send(worker, "worker", UpdateDurable(update, self._shard)))
         return actions, under_way.ahead
 
+    def end(self) -> list[Action]:
+        return [FreeBuffer(self._under_way.buffer)] if self._under_way is not None else []
+
     def wait_for(self, update: str, worker: str, version: int) -> list[Action]:
         if self._node is None or self._held >= version:
             return [Send(worker, "worker", UpdateDurable(update, self._shard))]

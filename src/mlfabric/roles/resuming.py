@@ -37,6 +37,7 @@ class Resuming:
         self._placing = placing
         self._failover = failover
         settings = domain.settings
+        self._silent = set(settings.silent)
         self.rebuilding = Rebuilding(settings.awaited, settings.wait_s) if settings.term else None
 
     def gather_again(self, node: str, why: str) -> list[Action]:
@@ -92,7 +93,8 @@ class Resuming:
 
     def _begin_again(self, rebuilding: Rebuilding) -> list[Action]:
         self.rebuilding = None
-        missing = sorted(rebuilding.awaited)
+        missing = sorted(rebuilding.awaited | (self._silent - self._domain.members.keys()))
+        self._silent = set()
         term = self._domain.settings.term
         silent = f", not {', '.join(missing)}" if missing else ""
         why = f"term {term}: {len(self._domain.members)} members have reported{silent}"
@@ -120,6 +122,7 @@ class Resuming:
         job.book = OrderBook(job.name, wanted.settings, wanted.elements, self._domain.settings.term, first)
         job.promoting.clear()
         job.moving.clear()
+        job.late.clear()
         job.pulls.clear()
         job.pace = None
         actions: list[Action] = []

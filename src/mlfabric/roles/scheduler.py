@@ -55,9 +55,11 @@ from mlfabric.roles.company import Company
 from mlfabric.roles.domain import Domain, Job
 from mlfabric.roles.failover import FailOver
 from mlfabric.roles.handover import Handover
+from mlfabric.roles.leads import Leads
 from mlfabric.roles.placing import Placing
 from mlfabric.roles.pulls import Pulls
 from mlfabric.roles.release import remainder
+from mlfabric.roles.replacing import Replacing
 from mlfabric.roles.resuming import Resuming
 from mlfabric.roles.status import job_status, member_status
 
@@ -82,9 +84,11 @@ class Scheduler:
         self._domain = Domain(settings)
         self._company = Company(self._domain)
         self._pulls = Pulls(self._domain)
-        self._placing = Placing(self._domain, self._pulls)
+        leads = Leads(self._domain)
+        self._placing = Placing(self._domain, self._pulls, leads)
         self._failover = FailOver(self._domain, self._placing, self._pulls)
-        self._handover = Handover(self._domain, self._placing)
+        self._handover = Handover(self._domain, self._placing, self._failover)
+        self._replacing = Replacing(self._domain, leads, self._handover)
         self._resuming = Resuming(self._domain, self._placing, self._failover)
         self._admission = Admission(self._domain, self._company, self._placing, self._resuming)
         self._look_at = 0.0
@@ -128,7 +132,7 @@ class Scheduler:
                 return self._admission.succeeded(sender, message)
             case RatesLearned() | FlowsSeen():
                 self._domain.learn_rates(sender, message, now)
-                return self._handover.better_links(sender, now)
+                return []
             case LimitWanted():
                 self._domain.limit(message, now)
                 return []
@@ -166,13 +170,18 @@ class Scheduler:
             return []
         match message:
             case OfferUpdate():
+                job.demand.offered(sender, now)
                 return book.offered(message, sender, now)
             case AppliedReport():
-                return [*book.applied(message, now), *self._pulls.spare_replication(job, message)]
+                for worker in book.applied(message, now):
+                    job.demand.waits_no_more(worker, now)
+                return self._pulls.spare_replication(job, message)
             case UpdateRefused(update=update):
                 book.refused(update)
             case LeftOut():
                 return book.withdrawing.left_out(message, now)
+            case SlotLate() if job.taking_over():
+                job.late.append(message)
             case SlotLate():
                 return book.withdrawing.slot_late(message)
             case NotApplied(shard=shard, update=update):
@@ -180,11 +189,11 @@ class Scheduler:
             case SlotWithdrawn():
                 return book.withdrawing.withdrawn(message, now)
             case PullServed(pull=pull, shard=shard):
-                self._pulls.pull_served(job, pull, shard)
+                self._pulls.pull_served(job, pull, shard, now)
             case ShardReady():
                 return self._placing.shard_ready(job, message, now)
             case Promoted():
-                return self._failover.promoted(job, sender, message)
+                return self._failover.promoted(job, sender, message, now)
             case LeadYielded():
                 return self._handover.lead_yielded(job, sender, message)
         return []
@@ -223,8 +232,15 @@ class Scheduler:
             book = job.book
             if self._domain.draining:
                 actions += self._drain_on(job, now)
+            if job.look_at is not None and now >= job.look_at:
+                enough = self._company.hears_enough(job, now)
+                job.look_at = None if enough else now + LOOK_AGAIN_S
+                actions += self._replacing.look(job, now) if enough else []
             if job.moving and book is not None:
                 actions += self._handover.ask_to_yield(job)
+            if job.late and book is not None and not job.taking_over():
+                late, job.late = job.late, []
+                actions += [action for each in late for action in book.withdrawing.slot_late(each)]
             actions += self._pulls.serve_due(job, now)
             if book is None or not self._goes_on(job):
                 continue
@@ -246,13 +262,17 @@ class Scheduler:
                 for reserved in each.book.entries.reserved(now)
             ]
             limit = self._domain.limits.jobs.get(job.name)
+            book.entries.taking_over = job.taking_over()
             actions += book.plan(self._domain.network, others, self._domain.planned_with(job), now, limit)
         return actions
 
     def _goes_on(self, job: Job) -> bool:
-        """Whether updates can be granted: every shard is led, and stays where it is."""
+        """Whether updates can be granted: every shard is led, or changes hands in good order."""
         over = job.failed is not None or job.ending is not None
-        return job.ready and not (job.promoting or job.moving or over)
+        if not job.ready or over or job.book is None:
+            return False
+        members = self._domain.members
+        return all(job.book.shards[index].range.leader in members for index in job.promoting)
 
     def drain(self, target: str, only: str | None = None) -> DrainAnswered:
         """What `DrainWanted` will do, for whoever asks; `only`: members of this job."""
@@ -266,7 +286,7 @@ class Scheduler:
         """One more step for those who leave: their leads, then what they follow, then they themselves."""
         actions: list[Action] = []
         for node in [n for n in self._domain.draining if self._domain.members[n].job == job.name]:
-            steps = self._handover.hand_on(job, node) if job.book is not None and job.ready else []
+            steps = self._handover.hand_on(job, node, now) if job.book is not None and job.ready else []
             actions += steps
             if not self._handover.is_needed(job, node):
                 actions += [Send(node, "member", NodeLost(node, LEFT)), *self._failover.lost(node, LEFT, now)]
@@ -282,6 +302,8 @@ class Scheduler:
             if job.ending is not None:
                 times.append(job.ending)
             times += job.groups.deadlines()
+            if job.look_at is not None:
+                times.append(job.look_at)
         return min(times, default=None)
 
     def status(self, now: float, only: str | None = None) -> StatusReport:

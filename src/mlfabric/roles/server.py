@@ -164,10 +164,14 @@ class Server:
                 return self._replicate(reason, now, rate=rate)
             case ReplicaAssigned():
                 self._yielding = False
-                return self._replica_assigned(message, now)
-            case YieldLead():
+                return [*self._replica_assigned(message, now), *self._advance(now)]
+            case YieldLead(replica=replica):
                 self._yielding = True
-                return self._yield_lead(now)
+                stranger = replica is not None and replica != self._link.node
+                assigned = self._link.assigned(replica, "", orderly=True) if stranger else []
+                # The link is for what has to move; the model comes from who leads next.
+                stopped = self._serving.stop(f"the lead of shard {self._shard} moves")
+                return [*stopped, *assigned, *self._yield_lead(now)]
         return []
 
     def _tell(self, message: ControlMessage) -> Send:
@@ -206,7 +210,7 @@ class Server:
 
     def _advance(self, now: float) -> list[Action]:
         """Stage the next step whose turn it is; complain about who is late where that blocks others."""
-        if self._staged is not None or not self._standing.filled:
+        if self._staged is not None or not self._standing.filled or self._yielding:
             return []
         waiting: list[SlotPlace] = []
         limit = self._serving.last_number_allowed()
@@ -287,7 +291,8 @@ class Server:
             acks.append(self._standing.acknowledgement(member, delay))
         actions += self._parcels.free_applied(staged.members[0].update, staged.parcel)
         actions += [*acks, self._tell(self._standing.report(_names(staged.members)))]
-        return [*actions, *self._lineup.drop_applied_places(), *self._serve_pulls(), *self._advance(now)]
+        actions += [*self._lineup.drop_applied_places(), *self._serve_pulls()]
+        return [*actions, *(self._yield_lead(now) if self._yielding else self._advance(now))]
 
     def _hold_back(self, now: float) -> list[Action]:
         """Somebody else may lead this shard by now: nothing is acknowledged until we hear that none does."""
@@ -313,6 +318,7 @@ class Server:
         """What the last scheduler granted is forgotten, but for the step that is staged; workers offer the
         rest again. So every update has one way to the model, and the new scheduler knows which."""
         self._standing.term = term
+        self._yielding = False
         staged = self._staged.parcel if self._staged is not None else None
         actions = self._parcels.free_all_but(staged)
         self._lineup.places.clear()
@@ -322,7 +328,7 @@ class Server:
         return [*actions, self._tell(self._standing.shard_report())]
 
     def end(self) -> list[Action]:
-        return self._parcels.end()
+        return [*self._parcels.end(), *self._serving.end(), *self._link.end()]
 
     def _withdraw(self, number: int) -> list[Action]:
         gone, complete = self._lineup.freeze(number)
@@ -402,8 +408,10 @@ class Server:
         return self._replicate("a worker waits for durability", now)
 
     def _yield_lead(self, now: float) -> list[Action]:
-        """The scheduler lets nothing come in meanwhile, so level means level for good."""
-        if self._staged is None and self._link.has_everything(self._standing.version):
+        """Nothing is applied meanwhile but the step that is staged, so level means level for good."""
+        if self._staged is not None:
+            return []
+        if self._link.has_everything(self._standing.version):
             return [self._tell(LeadYielded(self._shard, self._epoch, self._standing.version))]
         return self._replicate("the lead moves to the replica", now, rate=MAX_RATE)
 

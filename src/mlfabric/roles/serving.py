@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mlfabric.messages import ModelPart, ServePull, Version
-from mlfabric.roles.actions import Action, FreeBuffer, SnapshotShard, StartTransfer
+from mlfabric.roles.actions import Action, CancelTransfer, FreeBuffer, SnapshotShard, StartTransfer
 
 
 @dataclass(slots=True)
@@ -77,11 +77,19 @@ class Serving:
         self._snapshots[key].users -= 1
         return pull
 
+    def stop(self, reason: str) -> list[Action]:
+        """Send nothing more of what is under way; who waits for it will ask elsewhere."""
+        stopped: list[Action] = [CancelTransfer(transfer, reason) for transfer in self._under_way]
+        for transfer in list(self._under_way):
+            self.sent(transfer)
+        return [*stopped, *self.free_unused()]
+
     def free_unused(self) -> list[Action]:
         unused = [key for key, snapshot in self._snapshots.items() if snapshot.users == 0]
         return [FreeBuffer(self._snapshots.pop(key).buffer) for key in unused]
 
     def end(self) -> list[Action]:
+        """What is on its way goes on; the driver holds its bytes."""
         return [FreeBuffer(snapshot.buffer) for snapshot in self._snapshots.values()]
 
     def validate(self) -> None:

@@ -64,7 +64,8 @@ class Succession:
         if message.term != self.term or now < self._promised_until or self._lease_until is None:
             return []
         self.lease_s = message.lease_s
-        self._lease_until = max(self._lease_until, message.sent_s + message.lease_s)
+        relied = message.lease_s if message.relied_s is None else message.relied_s
+        self._lease_until = max(self._lease_until, message.sent_s + relied)
         if self._orphaned and now < self._lease_until:
             self._orphaned, self._asking = False, None
         return [RenewLease(self._lease_until)]
@@ -183,7 +184,10 @@ class Succession:
         term, old = self._asking, self.scheduler
         self._asking = None
         why = f"term {term}: {len(self._votes)} of {len(electorate)} members voted for {self._me}"
-        settings = SchedulerSettings(self._me, term, self._serial, tuple(electorate), self.lease_s)
+        # The old one was silent to most of us for a lease: it counts, but nobody waits for its report.
+        silent = tuple(name for name in electorate if name == old != self._me)
+        awaited = tuple(name for name in electorate if name not in silent)
+        settings = SchedulerSettings(self._me, term, self._serial, awaited, self.lease_s, silent=silent)
         tell = [name for name in self._line if name != self._me]
         return [
             Note("took-over", why, loud=not self._orderly),

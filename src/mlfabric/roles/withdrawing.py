@@ -153,12 +153,12 @@ class Withdrawing:
         )
         actions = self._ask_withdrawal(gathering.slot, None, why, {gathering.shard}, drop=False)
         for update in sorted(gathering.members):
-            actions += self._send_again(update, gathering.shard, why)
+            actions += self._send_again(update, name, gathering.shard, why)
         return actions
 
-    def _send_again(self, update: str, shard: int, why: str) -> list[Action]:
+    def _send_again(self, update: str, group: str, shard: int, why: str) -> list[Action]:
         granted = self._entries.granted.get(update)
-        if granted is None or shard not in granted.parts:
+        if granted is None or shard not in granted.parts or granted.parts[shard].group != group:
             return []
         self._entries.finish_part(granted, shard)
         return [Send(granted.worker, "worker", OfferAgain(update, (shard,), why))]
@@ -173,8 +173,21 @@ class Withdrawing:
         return [
             action
             for update in message.updates
-            for action in self._send_again(update, message.shard, message.reason)
+            for action in self._send_again(update, message.group, message.shard, message.reason)
         ]
+
+    def is_dropping(self) -> bool:
+        """Whether servers have yet to say if they can do without an update that is to be dropped."""
+        return any(withdrawal.drop for withdrawal in self._withdrawals.values())
+
+    def lead_moved(self, shard: int, now: float) -> list[Action]:
+        """The new leader knows nothing of what was being taken back there: that has no way to it any more."""
+        epoch = self._entries.shards[shard].range.epoch
+        actions: list[Action] = []
+        for number, index in [key for key in self._withdrawals if key[1] == shard]:
+            actions += self.withdrawn(SlotWithdrawn(index, epoch, number, withdrawn=True), now)
+        self._entries.leaving = {key: slot for key, slot in self._entries.leaving.items() if key[0] != shard}
+        return actions
 
     def leader_lost(self, shard: int) -> None:
         """Nothing granted reaches the old leader; workers offer again once they know the new one."""

@@ -332,6 +332,8 @@ class Worker:
             held.acks.pop(index, None)
             if update in survived:
                 actions += self._acknowledged(UpdateApplied(update, index, version, 0, version))
+            elif change.orderly:
+                actions += self._stop_part(held, index, change.reason)
             else:
                 actions += self._offer_again(update, change.reason)
         for update in self._durability.of_shard(index):
@@ -340,7 +342,17 @@ class Worker:
             else:
                 self._counts["lost"] += 1
                 actions += self._durability.lose(update, index)
+        if change.orderly:
+            return [*actions, *self._fetching.lead_moved(index)]
         return [*actions, *self._fetching.begin_again()]
+
+    def _stop_part(self, held: _Update, shard: int, reason: str) -> list[Action]:
+        """Its old leader takes nothing more; if this part was granted, it is granted anew."""
+        stopped = [transfer for transfer, index in held.transfers.items() if index == shard]
+        for transfer in stopped:
+            del held.transfers[transfer]
+        held.starts = [start for start in held.starts if start[2].shard != shard]
+        return [CancelTransfer(transfer, reason) for transfer in stopped]
 
     def _scheduler_changed(self) -> list[Action]:
         """A new scheduler knows nothing: all that has no outcome is asked for again."""

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from mlfabric.errors import FabricError
 from mlfabric.numerics import Vector
 
 # Segments are at least this large; an array that needs more gets a segment of its own.
@@ -88,15 +89,18 @@ class Arena:
 
     def _grow(self, room: int) -> tuple[int, int]:
         size = max(room, SEGMENT_BYTES)
-        descriptor = os.memfd_create("mlfabric")
         try:
-            os.ftruncate(descriptor, size)
-            held = mmap.mmap(descriptor, size)
-            number = len(self._maps)
-            start = address_of(np.frombuffer(held, np.uint8))
-            self._announce(number, descriptor, size)
-        finally:
-            os.close(descriptor)
+            descriptor = os.memfd_create("mlfabric")
+            try:
+                os.ftruncate(descriptor, size)
+                held = mmap.mmap(descriptor, size)
+                number = len(self._maps)
+                start = address_of(np.frombuffer(held, np.uint8))
+                self._announce(number, descriptor, size)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise FabricError(f"can't have {size} bytes of shared memory: {error.strerror}") from None
         self._maps.append(held)
         self._free.append([(room, size - room)] if size > room else [])
         index = bisect_right(self._starts, start)

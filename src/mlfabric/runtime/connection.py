@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from mlfabric.roles.flows import HEADROOM, RAISE, BulkState
 from mlfabric.runtime.allowance import Allowance
-from mlfabric.runtime.flows import RAISE, BulkState
 from mlfabric.runtime.link import Link
 from mlfabric.runtime.pacing import set_pace
 from mlfabric.runtime.tls import AnySocket, TlsSocket
@@ -24,8 +24,6 @@ from mlfabric.wire import CHUNK_BYTES, MAX_DATA_BYTES, Frame, FrameReader, Kind,
 
 # How much one connection may receive before others get their turn.
 READ_BUDGET_BYTES = 4 * 2**20
-# A transfer may go so much faster than planned: a link that got faster is noticed by that.
-HEADROOM = 1.25
 # In the kernel's struct tcp_info: bytes acknowledged, microseconds busy, and of them held back by the window.
 _ACKED_AT = 120
 _TCP_INFO = struct.Struct("=Q40xQQ")

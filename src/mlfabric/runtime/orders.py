@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import msgspec
 
+from mlfabric.config import Settings
 from mlfabric.events import (
     DrainRequested,
     DurabilityRequested,
@@ -42,6 +46,16 @@ Heard = (
 
 class Record(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """What every record derives from."""
+
+
+def to_plain(settings: Settings) -> dict[str, object]:
+    """Settings as values that msgspec knows."""
+    fields = dataclasses.asdict(settings)
+    return {key: str(value) if isinstance(value, Path) else value for key, value in fields.items()}
+
+
+def from_plain(plain: dict[str, object]) -> Settings:
+    return msgspec.convert(plain, Settings, dec_hook=lambda kind, value: kind(value))
 
 
 # --- both ways --------------------------------------------------------------------------------------------

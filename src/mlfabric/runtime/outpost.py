@@ -27,12 +27,11 @@ from typing import Any, get_args
 import numpy as np
 
 from mlfabric.collective.calls import GATHER_ANY, Block, Call
-from mlfabric.config import Settings
 from mlfabric.data import ArrayData
 from mlfabric.errors import FabricError
 from mlfabric.eventlog import LogSink
 from mlfabric.events import LeaveRequested
-from mlfabric.groupcalls import GroupHandle, OperationCall
+from mlfabric.groupcalls import GroupCalls, GroupHandle, OperationCall
 from mlfabric.numerics import Vector
 from mlfabric.roles.actions import Action, ResolvePull
 from mlfabric.runtime import orders
@@ -108,6 +107,8 @@ class OutpostEngine(Engine):
         self._parent = parent
         self._orphan_at = 0.0
         self._running: dict[int, OperationCall] = {}
+        # Records come on the engine's own thread, and what they ask for is done in their order.
+        self.groups = GroupCalls(name, self.mesh.board, lambda do: do(), self._request_group)
         self.answers = Relay(self, shared, self.say)
         self._selector.unregister(self._wake_in)
         self._wake_in.close()
@@ -257,15 +258,6 @@ class Forwarder(logging.Handler):
             self._channel.send(orders.Logged(record.levelno, self.format(record)))
 
 
-def settings_from(plain: dict[str, Any]) -> Settings:
-    fields = dict(plain)
-    for key in ("log", "tls", "mirror"):
-        fields[key] = Path(fields[key]) if fields[key] else None
-    for key in ("scheduler", "listen"):
-        fields[key] = tuple(fields[key]) if fields[key] else None
-    return Settings(**fields)
-
-
 def main(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=descriptor), orders.ToEngine)
@@ -285,7 +277,7 @@ def main(descriptor: int) -> None:
     shared = SharedMemory(
         lambda number, held, size: channel.send(orders.SegmentMade(number, size), descriptors=[held])
     )
-    settings = settings_from(begin.settings)
+    settings = orders.from_plain(begin.settings)
     try:
         engine, leader = prepare_engine(
             settings,

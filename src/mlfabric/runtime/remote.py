@@ -8,7 +8,6 @@ process ends, the other notices at once.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import logging
 import os
@@ -19,7 +18,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +26,17 @@ import numpy as np
 import mlfabric
 from mlfabric import errors
 from mlfabric.client import Client
-from mlfabric.collective.calls import Call, Room, changes, reads
 from mlfabric.config import Settings
 from mlfabric.errors import FabricError
 from mlfabric.events import Event
-from mlfabric.groupcalls import WORD_S, Answer, GroupHandle, OperationCall
+from mlfabric.groupcalls import WORD_S, GroupHandle, OperationCall
 from mlfabric.numerics import Vector
-from mlfabric.roles.actions import Action, FailJob, ResolvePull
+from mlfabric.roles.actions import FailJob, ResolvePull
 from mlfabric.runtime import orders
 from mlfabric.runtime.arena import SharedMemory
 from mlfabric.runtime.channel import Channel
 from mlfabric.runtime.counters import Traffic
+from mlfabric.runtime.remote_groups import PendingCall, RemoteGroups
 
 logger = logging.getLogger("mlfabric")
 
@@ -48,19 +46,11 @@ START_S = 30.0
 END_S = 5.0
 
 
-@dataclass(slots=True)
-class PendingCall:
-    call: OperationCall
-    copies: list[tuple[Vector, Vector]] = field(
-        default_factory=list
-    )  # (where results belong, where they are)
-    room: Room | None = None
-
-
 class RemoteEngine:
     def __init__(self, settings: Settings, roles: tuple[str, ...], timeout: float) -> None:
         self.name = settings.name
         self.leader = ""
+        self._owner = os.getpid()
         self._ended: str | None = None  # why nothing more will come
         self._stopping = False
         self._lock = threading.Lock()
@@ -77,7 +67,7 @@ class RemoteEngine:
         self._thread.start()
         self._send(
             orders.Begin(
-                _plain(settings),
+                orders.to_plain(settings),
                 roles,
                 timeout,
                 logger.getEffectiveLevel(),
@@ -138,6 +128,8 @@ class RemoteEngine:
 
     def stop(self, linger_s: float = 1.0) -> None:
         """Have it wait for the scheduler's good-bye, for a short while at most, and end."""
+        if os.getpid() != self._owner:
+            return  # a fork has our socket, not the engine
         self._stopping = True
         self._send(orders.Stop(linger_s))
         try:
@@ -160,6 +152,8 @@ class RemoteEngine:
         self._send(orders.SegmentMade(number, size), descriptor)
 
     def _send(self, record: orders.Record, *descriptors: int) -> None:
+        if os.getpid() != self._owner:
+            raise FabricError(f"{self.name} belongs to the process that joined; a fork of it can't use it")
         loans = self.shared.to_return()
         records = [record] if not loans else [orders.LoansReturned(loans), record]
         with contextlib.suppress(OSError):  # its end is noticed where it is read
@@ -172,7 +166,8 @@ class RemoteEngine:
         self._send(orders.Tell(role, event, buffer, region, dtype))  # type: ignore[arg-type]
 
     def leave(self) -> None:
-        self._send(orders.Leave())
+        if os.getpid() == self._owner:
+            self._send(orders.Leave())
 
     def say(self, record: orders.Record) -> None:
         self._send(record)
@@ -212,9 +207,13 @@ class RemoteEngine:
     # --- from it ----------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        while (records := self._channel.receive()) is not None:
-            for record in records:
-                self._take(record)
+        try:
+            while (records := self._channel.receive()) is not None:
+                for record in records:
+                    self._take(record)
+        except Exception:  # the thread must not die silently: whoever waits would wait for ever
+            logger.exception("what the engine's process of %s said can't be used", self.name)
+            self._process.kill()
         self._end()
 
     def _take(self, record: Any) -> None:
@@ -304,97 +303,3 @@ class RemoteCourier:
 
     def empty(self, elements: int, dtype: Any) -> Vector:
         return self._engine.shared.empty(elements, dtype)
-
-
-class RemoteGroups:
-    """Calls in groups that the other process runs."""
-
-    def __init__(self, engine: RemoteEngine) -> None:
-        self._engine = engine
-
-    def collective(
-        self, group: str, nodes: tuple[str, ...], wanted: Call, form_again: bool = True
-    ) -> OperationCall:
-        pending = PendingCall(OperationCall(group), room=wanted.room)
-        blocks = tuple(self._lend(pending, block) for block in wanted.blocks)
-
-        def order(number: int) -> orders.Record:
-            return orders.RunCollective(
-                number,
-                group,
-                nodes,
-                form_again,
-                wanted.operation,
-                wanted.dtype,
-                wanted.itemsize,
-                wanted.combine,
-                wanted.root,
-                blocks,
-                wanted.counts,
-                wanted.mistake,
-            )
-
-        self._engine.begin(pending.call, order, pending)
-        return pending.call
-
-    def _lend(self, pending: PendingCall, block: Any) -> orders.BlockSpec:
-        array = np.frombuffer(block.view, np.uint8)
-        region, copied = self._engine.shared.lend(array, copy=block.read)
-        if block.written and copied is not None:
-            pending.copies.append((array, copied))
-        return orders.BlockSpec(region, block.read, block.written, block.rank)
-
-    def send(
-        self, group: str, nodes: tuple[str, ...], to: int, tag: int, payload: memoryview
-    ) -> OperationCall:
-        pending = PendingCall(OperationCall(group))
-        region = self._lend(pending, reads(payload)).region
-        self._engine.begin(
-            pending.call, lambda number: orders.RunSend(number, group, nodes, to, tag, region), pending
-        )
-        return pending.call
-
-    def receive(
-        self, group: str, nodes: tuple[str, ...], source: int, tag: int, place: memoryview
-    ) -> OperationCall:
-        pending = PendingCall(OperationCall(group))
-        region = self._lend(pending, changes(place)).region  # a message may fill only a part of it
-        self._engine.begin(
-            pending.call, lambda number: orders.RunReceive(number, group, nodes, source, tag, region), pending
-        )
-        return pending.call
-
-    def group(self, name: str, nodes: tuple[str, ...]) -> Answer:
-        pending = PendingCall(OperationCall(name))
-        self._engine.begin(pending.call, lambda number: orders.WantGroup(number, name, nodes), pending)
-        return pending.call.answer
-
-    def give_up(self, call: OperationCall, words: Callable[[str], str]) -> None:
-        if not call.answer.done():
-            reason = words(self.waiting_for(call))
-            self._engine.say(orders.GiveUp(call.number, reason))
-
-    def break_group(self, name: str, reason: str) -> None:
-        self._engine.say(orders.BreakGroup(name, reason))
-
-    def leave_group(self, name: str) -> None:
-        self._engine.say(orders.LeaveGroup(name))
-
-    def waiting_for(self, call: OperationCall) -> str:
-        why = self._engine.ask(lambda question: orders.AskWhy(question, call.number))
-        return why.words if why is not None else "the engine is busy"
-
-    def outlive_job(self) -> None:
-        self._engine.say(orders.OutliveJob())
-
-    def resolve(self, action: Action) -> None:
-        """The other process has done what is to be done."""
-
-    def end(self, reason: str) -> None:
-        """The other process has ended them."""
-
-
-def _plain(settings: Settings) -> dict[str, object]:
-    """Settings as values that msgspec knows."""
-    fields = dataclasses.asdict(settings)
-    return {key: str(value) if isinstance(value, Path) else value for key, value in fields.items()}

@@ -5,16 +5,20 @@ Which connection leads to a peer, and when it is read and written, is the engine
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from mlfabric.messages import TransferHeader
 from mlfabric.node import Node
 from mlfabric.numerics import Vector
+from mlfabric.roles.flows import TICK_S, FlowSample, FlowWatch
 from mlfabric.runtime.allowance import Allowance
 from mlfabric.runtime.connection import Connection, Receiving, Sending
 from mlfabric.runtime.counters import Traffic
-from mlfabric.runtime.flows import TICK_S, FlowSample, FlowWatch
 from mlfabric.wire import Frame, WireError, decode_open, encode_open
+
+# A look at all flows takes no longer, unless something came between.
+BRIEF_S = 0.005
 
 
 class Transfers:
@@ -43,6 +47,8 @@ class Transfers:
         sending = {c.peer: c for c in self._sending.values() if c.ready and c.sendings}
         self._look_at = now + TICK_S if self._sending else None
         states = [(peer, connection.bulk_state()) for peer, connection in sending.items()]
+        if time.monotonic() - now > BRIEF_S:
+            return ()  # we were interrupted: nobody knows when it was like that
         for peer in self._flows.look(now, states, shared):
             sending[peer].raise_pace()
         return self._flows.news(now)

@@ -284,6 +284,15 @@ class Simulation:
         if self._transfers.pop(key).under_way:
             self._reshare()
 
+    def bulk_flows(self) -> list[tuple[str, str, Flow]]:
+        """(source node, target node, flow) of all transfers under way, up to now."""
+        self._move()
+        return [(t.source, t.target, t.flow) for t in self._transfers.values() if t.under_way and t.flow.path]
+
+    def share_again(self) -> None:
+        """After the pace of a flow has changed."""
+        self._reshare()
+
     def _moving(self) -> list[Flow]:
         flows = [transfer.flow for transfer in self._transfers.values() if transfer.under_way]
         return flows + [moving.flow for moving in self._frames.values()]

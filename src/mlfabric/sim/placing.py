@@ -1,8 +1,6 @@
 """Where a job's shards are: shares of the model by host, and what a push to them or a pull from them crosses.
 
-`best_shares` places by believed bandwidth with the planner's own `place_shards`: what a host has to spare
-beside its own transfers, on as few fast hosts as carry all that the workers want. One slow server holds every
-update back, so each server more is one more that can turn slow.
+`best_shares` places by believed bandwidth as the fabric's own scheduler does (`plan.serving`).
 """
 
 from __future__ import annotations
@@ -10,21 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
-from mlfabric.plan.placement import place_shards
+from mlfabric.plan.serving import SERVES_FROM, SPARE_LEAST, serving_shares
 from mlfabric.sim.streams import Bundle, Floats, Ints, Path
 from mlfabric.sim.workload import JobRun
-from mlfabric.topology import Host, Link, Network
-
-# A host serves only if it has at least this share of what the best one has to spare.
-SERVES_FROM: Final = 0.25
-# No more serve than carry this many times what all workers want together.
-HEADROOM: Final = 1.5
-# Shards are placed anew if that raises what the servers can take by this factor.
-WORTH_PLACING: Final = 1.1
+from mlfabric.topology import Link
 
 
 class Placement:
@@ -132,31 +122,13 @@ def budget(job: JobRun, transfers: int) -> Budget:
     rates = np.minimum(up, down)[: len(job)]
     with np.errstate(divide="ignore"):
         own = job.size_bytes / (job.mean_compute_s + transfers * job.size_bytes / rates)
-    return Budget(np.maximum(rates - own, 0.02 * rates), float(own.sum()))
+    return Budget(np.maximum(rates - own, SPARE_LEAST * rates), float(own.sum()))
 
 
 def best_shares(job: JobRun, means: Budget) -> dict[int, float]:
     """Shards by what hosts have to spare, on the fewest fast hosts that carry what is wanted."""
-    spare = means.spare
-    ranked = [int(w) for w in np.argsort(-spare, kind="stable") if spare[w] >= SERVES_FROM * spare.max() > 0]
-    able = _dealt_over_racks(job, ranked, spare)
-    enough = int(np.searchsorted(np.cumsum(spare[able]), HEADROOM * means.wanted)) + 1
-    able = able[:enough]
-    network = Network.of(
-        (Host(str(w), float(spare[w]), float(spare[w]), job.racks[w]) for w in able),
-        job.believed_network([]).racks.values(),
-    )
-    shards = place_shards(network, list(network.hosts), len(able))
-    return {int(shard.server): shard.share for shard in shards}
-
-
-def _dealt_over_racks(job: JobRun, ranked: list[int], spare: Floats) -> list[int]:
-    """Hosts of like speed by turns from every rack, or the first few would all be behind one uplink."""
-    if not any(job.racks):
-        return ranked
-    turns: dict[str | None, int] = {}
-    keys = {}
-    for place, host in enumerate(ranked):
-        turn = turns[job.racks[host]] = turns.get(job.racks[host], 0) + 1
-        keys[host] = (-round(4 * float(spare[host] / spare.max())), turn, place)
-    return sorted(ranked, key=keys.__getitem__)
+    able = [int(w) for w in np.flatnonzero(means.spare >= SERVES_FROM * means.spare.max())]
+    spare = {str(w): float(means.spare[w]) for w in able}
+    rack_of = {str(w): job.racks[w] for w in able}
+    shares = serving_shares(spare, means.wanted, rack_of, job.believed_network([]).racks.values())
+    return {int(host): share for host, share in shares.items()}

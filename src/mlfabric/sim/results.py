@@ -138,7 +138,18 @@ def simulate(
     make_learner: Callable[[], Learner] | None = None,
 ) -> list[Result]:
     """All jobs of the scenario under the policy; `progress` hears the virtual time."""
-    name, spec = find_policy(policy)
+    name, _ = find_policy(policy)
+    return [_result(run, name) for run in simulate_jobs(scenario, policy, progress, make_learner)]
+
+
+def simulate_jobs(
+    scenario: Scenario,
+    policy: str,
+    progress: Callable[[float], None] | None = None,
+    make_learner: Callable[[], Learner] | None = None,
+) -> list[JobRun]:
+    """The same, with the books of each job."""
+    _, spec = find_policy(policy)
     scenario = with_a_job(scenario)
     if spec.own_server:
         scenario = with_own_server(scenario)
@@ -164,7 +175,7 @@ def simulate(
         world.run(duration * part / slices)
         if progress is not None:
             progress(world.now)
-    return [_result(run, name) for run in runs]
+    return runs
 
 
 def _result(run: JobRun, policy: str) -> Result:

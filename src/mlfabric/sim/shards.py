@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from mlfabric.plan.serving import WORTH_PLACING
 from mlfabric.sim.fluid import Process
-from mlfabric.sim.placing import WORTH_PLACING, Budget, Placement, best_shares, budget
+from mlfabric.sim.placing import Budget, Placement, best_shares, budget
 from mlfabric.sim.streams import Stream
 from mlfabric.sim.workload import JobRun
 from mlfabric.topology import Link

@@ -52,7 +52,7 @@ class Wishes:
     staleness: int = 2
     wait_for: int | None = None  # None: all workers but one
     divergence: float | None = 0.02
-    shards: int | None = None  # None: one per worker
+    shards: int | None = None  # None: by size and hosts
     codec: str = "float32"
     pull: Pull = "after"
     clip_norm: float | None = None

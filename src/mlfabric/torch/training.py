@@ -143,15 +143,26 @@ class Training:
             apply=rule,
             max_delay="none" if self.mode == "ssp" else wishes.max_delay,
             divergence=wishes.divergence,
-            shards=wishes.shards or max(workers, 1),
+            shards=wishes.shards or "auto",
             codec=wishes.codec,
             staleness=wishes.staleness if self.mode == "ssp" else None,
             wait_for=self._every if self.mode == "backup" else None,
             timeout=self._timeout,
         )
         self._published = self.fabric._client.rule_spec
+        self._check_same_mode()
         self._changed_settings(first=True)
         self._load(self.fabric.pull(self._timeout))
+
+    def _check_same_mode(self) -> None:
+        """The first worker's settings count; who comes later has to train in the same way."""
+        settings = self.fabric._client.settings
+        assert settings is not None
+        bound = "ssp" if settings.staleness is not None else "backup" if settings.wait_for else ""
+        if (self.mode if self.mode in ("ssp", "backup") else "") != bound:
+            others = f"in mode {bound}" if bound else "without bound steps"
+            raise FabricError(f"the job's first worker trains {others}, this one in mode {self.mode}")
+        self._every = max(settings.wait_for, 1)
 
     def _rule(self, workers: int) -> Rule:
         flat = self._flat

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import struct
 from pathlib import Path
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from mlfabric.bench.cli import app
+from tests.bench.train.images import write_easy_images
 
 pytest.importorskip("torch")
-
-
-def write_easy_images(folder: Path) -> None:
-    """Ten classes that differ by where a bright square is, in the form of Fashion-MNIST's files."""
-    rng = np.random.default_rng(0)
-    folder.mkdir()
-    for name, count in (("train", 640), ("t10k", 200)):
-        labels = rng.integers(0, 10, count).astype(np.uint8)
-        images = rng.integers(0, 60, (count, 28, 28)).astype(np.uint8)
-        for image, label in zip(images, labels, strict=True):
-            row, column = divmod(int(label), 4)
-            image[row * 8 : row * 8 + 7, column * 7 : column * 7 + 6] = 250
-        with gzip.open(folder / f"{name}-images-idx3-ubyte.gz", "wb") as file:
-            file.write(struct.pack("!4I", 0x803, count, 28, 28) + images.tobytes())
-        with gzip.open(folder / f"{name}-labels-idx1-ubyte.gz", "wb") as file:
-            file.write(struct.pack("!2I", 0x801, count) + labels.tobytes())
 
 
 @pytest.mark.usefixtures("lab_is_possible")

@@ -57,9 +57,7 @@ def test_rows_join_seeds_and_leave_out_those_that_do_not_count() -> None:
     assert gloo.delay_max == 4
     assert gloo.bytes_per_update == pytest.approx(2.0)
     assert math.isinf(first_come.to_target["0.85"].median)
-    assert "> 1m40s" in report.markdown(report.make_report(runs)) or "> 100" in report.markdown(
-        report.make_report(runs)
-    )
+    assert "> 100 s" in report.markdown(report.make_report(runs, predict=False))
 
 
 def test_pairs_go_seed_by_seed_and_say_where_they_are_least_values() -> None:
@@ -84,7 +82,7 @@ def test_report_names_our_best_against_the_others_of_its_class_and_is_json() -> 
         some_result(some_settings("gloo"), rising(40)),
         some_result(some_settings("gloo-fp16"), rising(200)),
     ]
-    made = report.make_report(runs)
+    made = report.make_report(runs, predict=False)
     assert [(p.ours, p.other, p.times) for p in made.pairs] == [("mlfabric-async", "gloo", [4.0])]
     assert "mlfabric-async is at 0.85 4.00 times as soon as gloo" in report.markdown(made)
     written = json.loads(json.dumps(report.as_json(made, runs), allow_nan=False))

@@ -50,6 +50,12 @@ def command(
     out: Annotated[
         Path, typer.Option(help="Where runs and results go; runs there are not made again.")
     ] = Path("runs/train"),
+    virtual: Annotated[
+        bool,
+        typer.Option(
+            "--simulate", help="Under the virtual clock instead of in a lab; same task, real gradients."
+        ),
+    ] = False,
     quick: Annotated[
         bool,
         typer.Option("--quick", help="A few minutes: short runs, a low target; shows that it works."),
@@ -68,11 +74,14 @@ def command(
 
     from mlfabric.bench.train.running import make_run, read_run
     from mlfabric.bench.train.task import find_data
+    from mlfabric.bench.train.virtual import simulate_run
 
     found = find_data(data)
+    run_once = simulate_run if virtual else make_run
+    out = out / "simulated" if virtual else out
 
     def make(settings: RunSettings, folder: Path, told: Callable[[float], None]) -> RunResult:
-        return make_run(settings, folder, found, told)
+        return run_once(settings, folder, found, told)
 
     if tune:
         _tune(wish, out, make, read_run, as_json)

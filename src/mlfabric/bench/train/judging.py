@@ -42,6 +42,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     link_bytes: dict[str, int]  # by link and direction
     steps_by_rank: list[int]
     versions: dict[str, str | int] = {}
+    simulated: bool = False
 
     @property
     def samples_per_s(self) -> float:

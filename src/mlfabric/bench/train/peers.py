@@ -39,8 +39,9 @@ class TorchftDiloco:
 
     def __init__(self, model: Any, size: StepSize, local_steps: int, rank: int, hosts: Sequence[str]) -> None:
         _needs("torchft")
-        from torchft import DiLoCo, Manager, ProcessGroupGloo
+        from torchft import Manager, ProcessGroupGloo
         from torchft.coordination import LighthouseServer
+        from torchft.local_sgd import DiLoCo
 
         self.module = model
         self._local_steps, self._steps = local_steps, 0
@@ -120,6 +121,7 @@ class HivemindLocal:
             optimizer=lambda params: torch.optim.SGD(params, lr=size.lr, momentum=size.momentum),
             use_local_updates=True,
             matchmaking_time=2.0,
+            averager_opts={"request_timeout": 1.0},
             averaging_timeout=PATIENCE.total_seconds(),
         )
         self._epoch = 0

@@ -23,16 +23,21 @@ class Report(msgspec.Struct, frozen=True):
     pairs: list[Pair]  # our soonest of each class against the others of it
     ceilings: dict[str, Ceilings]  # by scenario, at the first seed
     simulated: dict[str, dict[str, float]] = {}  # updates a second, by scenario and contender, same seeds
+    virtual: bool = False  # all of it is simulated
 
 
-def make_report(runs: Sequence[RunResult]) -> Report:
+def make_report(runs: Sequence[RunResult], predict: bool = True) -> Report:
+    """With `predict` the simulator is asked as well."""
     rows = summarise(runs)
     found = {}
     for run in runs:
         if run.settings.scenario not in found:
             written = scenarios.load(scenarios.find(run.settings.scenario))
             found[run.settings.scenario] = ceilings(fit(written, run.settings), run.settings.limit_s)
-    return Report(rows, _pairs(runs, rows), found, _simulate(runs))
+    virtual = any(run.simulated for run in runs)
+    return Report(
+        rows, _pairs(runs, rows), found, _simulate(runs) if predict and not virtual else {}, virtual
+    )
 
 
 def _simulate(runs: Sequence[RunResult]) -> dict[str, dict[str, float]]:
@@ -76,7 +81,7 @@ def markdown(report: Report) -> str:
     for scenario in dict.fromkeys(row.scenario for row in report.rows):
         ceiling = report.ceilings[scenario]
         lines += [
-            f"## {scenario}",
+            f"## {scenario}{', simulated with real gradients' if report.virtual else ''}",
             "",
             f"A step computes {format_time(ceiling.compute_s)}. Gradients a second that the links allow: "
             f"{ceiling.ring_per_s:.1f} by a ring, {ceiling.servers_per_s:.1f} by one push and one pull each; "

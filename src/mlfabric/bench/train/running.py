@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import shutil
 import sys
 from collections import Counter
@@ -24,11 +25,21 @@ from mlfabric.lab import Lab, RunOptions
 from mlfabric.lab.manifest import MachineLoad, versions
 
 RESULT: Final = "result.json"
+MEASURED: Final = "measured.json"  # there while a run is made and its snapshots are not judged
 # While it runs, a look at some of the test images now and then, only to know when it may end.
 LOOK_EVERY_S: Final = 5.0
 LOOK_IMAGES: Final = 2000
 LOOK_MARGIN: Final = 0.005
 LOOKS_IN_A_ROW: Final = 4
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What only the run itself could tell."""
+
+    settings: RunSettings
+    seconds: float
+    early: bool
+    cpu_share: float
 
 
 class Watch:
@@ -79,14 +90,32 @@ def make_run(
     data_folder: Path,
     told: Callable[[float], None] = lambda seconds: None,
 ) -> RunResult:
-    """Run it; what was in the folder before is gone. The result is written last, so that it is whole."""
+    """Run it, and judge its snapshots. The result is written last, so that it is whole.
+
+    A run that was made and not judged is judged; of one that was broken off nothing is kept.
+    """
+    data = Fashion(data_folder)
+    measured = _read_measured(folder, settings)
+    if measured is None:
+        measured = _run_in_lab(settings, folder, data_folder, data, told)
+        write_record(folder / MEASURED, measured)
+    torch.set_num_threads(os.cpu_count() or 1)
+    result = read_result(measured, folder / "run", data)
+    write_record(folder / RESULT, result)
+    shutil.rmtree(folder / "run" / "snapshots")
+    (folder / MEASURED).unlink()
+    return result
+
+
+def _run_in_lab(
+    settings: RunSettings, folder: Path, data_folder: Path, data: Fashion, told: Callable[[float], None]
+) -> Measured:
     entry = find_entry(settings.contender)
     scenario = fit(scenarios.load(scenarios.find(settings.scenario)), settings)
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     torch.set_num_threads(1)
-    data = Fashion(data_folder)
     hosts = scenario.places(scenario.jobs[0]).workers
     if entry.how == "alone":
         hosts = hosts[:1]
@@ -99,23 +128,33 @@ def make_run(
         )
     if not done.ok:
         raise FabricError(f"{settings.contender}, seed {settings.seed}: {done.complaints[0]}")
-    result = read_result(settings, folder / "run", data, watch)
-    draft = folder / f"{RESULT}.new"
-    draft.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
-    draft.replace(folder / RESULT)
-    shutil.rmtree(folder / "run" / "snapshots")
-    return result
+    return Measured(settings, watch.seconds, watch.early, watch.cpu_share)
 
 
-def read_result(settings: RunSettings, folder: Path, data: Fashion, watch: Watch) -> RunResult:
+def _read_measured(folder: Path, settings: RunSettings) -> Measured | None:
+    try:
+        found = msgspec.json.decode((folder / MEASURED).read_bytes(), type=Measured)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return found if found.settings == settings else None
+
+
+def write_record(path: Path, value: msgspec.Struct) -> None:
+    draft = path.with_suffix(".new")
+    draft.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=1))
+    draft.replace(path)
+
+
+def read_result(measured: Measured, folder: Path, data: Fashion) -> RunResult:
     """What the run folder says."""
+    settings, seconds = measured.settings, measured.seconds
     records: list[list[StepRecord]] = []
     decoder = msgspec.json.Decoder(StepRecord)
     for path in sorted(folder.glob("steps-*.jsonl"), key=lambda path: int(path.stem.split("-")[1])):
         # A worker may have been ended in the middle of a line.
         whole = path.read_bytes().split(b"\n")[:-1]
         found = (decoder.decode(line) for line in whole)
-        records.append([record for record in found if record.done_s <= watch.seconds])
+        records.append([record for record in found if record.done_s <= seconds])
     steps = [record for each in records for record in each]
     count = max(len(steps), 1)
     delays = Counter(delay for record in steps for delay in record.delays)
@@ -124,9 +163,9 @@ def read_result(settings: RunSettings, folder: Path, data: Fashion, watch: Watch
     infrequent = entry.kind == "infrequent"
     return RunResult(
         settings=settings,
-        seconds=watch.seconds,
-        ended_early=watch.early,
-        curve=judge_snapshots(folder / "snapshots", settings, data, watch.seconds),
+        seconds=seconds,
+        ended_early=measured.early,
+        curve=judge_snapshots(folder / "snapshots", settings, data, seconds),
         steps=len(steps),
         updates=len(steps) if infrequent else sum(delays.values()),
         dropped=sum(record.dropped for record in steps),
@@ -135,7 +174,7 @@ def read_result(settings: RunSettings, folder: Path, data: Fashion, watch: Watch
         gradient_s=sum(record.gradient_s for record in steps) / count,
         compute_s=sum(record.lasts_s for record in steps) / count,
         exchange_s=sum(record.done_s - record.computed_s for record in steps) / count,
-        cpu_share=watch.cpu_share,
+        cpu_share=measured.cpu_share,
         link_bytes=read_links(folder / "links.csv"),
         steps_by_rank=[len(each) for each in records],
         versions=versions(),

@@ -1,4 +1,4 @@
-"""How fast bulk transfers to each peer go, and whether the network held them back. Pure: the engine feeds it.
+"""How fast bulk transfers to each peer go, and whether the network held them back. Pure: drivers feed it.
 
 A flow says something of the network only while it had bytes to send all the time, was not paced by us, was
 not waiting for the receiver's process, and no longer grows. Who was to blame is for the scheduler to say,
@@ -16,21 +16,23 @@ TICK_S = 0.025
 LATE_S = 0.08
 # A rate is taken over at least this long and so many bytes, or over the longest time.
 SAMPLE_S = 0.05
-SAMPLE_BYTES = 256 * 1024
+SAMPLE_BYTES = 128 * 1024
 LONGEST_S = 0.2
 # TCP finds its window in the beginning.
 BEGINNING_S = 0.02
 # A flow had bytes to send all the time, and the receiver took them.
 LEAST_BUSY = 0.85
 MOST_WINDOW = 0.15
-# A flow that goes at this share of its pace is held back by its pace, and may go faster for a moment.
+# Transfers may go so much faster than planned. One that goes at this share of its pace is held back by it and
+# may go faster still: that is how a link that got faster is noticed.
+HEADROOM = 1.25
 PACED = 0.92
-RAISE = 1.25
+RAISE = 2.0
 # One sample above the last by so much: it grows still.
 GROWS = 1.15
 # What differs by less, or was said less long ago, is not said again.
 WORTH_TELLING = 0.07
-REPEAT_S = 0.5
+REPEAT_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from mlfabric.runtime.flows import LATE_S, REPEAT_S, TICK_S, BulkState, FlowSample, FlowWatch
+from mlfabric.roles.flows import LATE_S, REPEAT_S, TICK_S, BulkState, FlowSample, FlowWatch
 
 RATE = 25e6
 

@@ -1,0 +1,347 @@
+"""What the engine costs a training step: the time of forward and backward passes while it moves bytes.
+
+    python -m benchmarks.interference [--hosts 2,3] [--rate 1gbit] [--turns 5] [--pattern all_reduce,push]
+
+On the first of some lab hosts a real model (ResNet-18, eight images of 32x32, one torch thread) is trained,
+without an optimizer, while arrays of its gradients' size are all-reduced, or updates of it pushed and models
+pulled, again and again. The contenders take turns, each with the same number of operations:
+
+- alone: no traffic at all;
+- thread, process: mlfabric's engine in a thread of the trainer and in a process of its own;
+- copied: the engine in a process of its own, but arrays that it can't see, so that they are copied;
+- gloo: PyTorch's own all-reduce, whose threads need no interpreter;
+- apart: mlfabric's engine, as a thread, in another process of the host that does nothing else.
+
+`apart` is the yardstick: it takes as much of the machine (processors, caches, memory, the kernel's work for
+the network) from the trainer as the engine does, but can't hold its interpreter. On a machine with few
+processors the other hosts' work is part of that. So two ratios are told: to `alone`, what a step costs more
+in all; to `apart`, what it costs more because the engine is the trainer's own.
+
+Both need a machine that has nothing else to do. The last column does not: of a step's time, what its thread
+was neither running nor waiting for a processor, by the kernel's own account. A trainer on one thread that
+reads no file waits for nothing then but the interpreter, or memory that the kernel has to fetch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+import mlfabric as mf
+from mlfabric.api import ALL_ROLES, join_with
+from mlfabric.bench.allreduce import LabWish
+from mlfabric.config import from_environment
+from mlfabric.errors import FabricError
+
+# Gradients of the model; tests use less.
+ELEMENTS = 11_689_512
+IMAGES = 8
+SIDE = 32
+PATTERNS = {
+    "all_reduce": ("alone", "apart", "gloo", "thread", "process", "copied"),
+    "push": ("alone", "apart", "thread", "process"),
+}
+
+
+class Wish(msgspec.Struct, frozen=True):
+    pattern: str
+    turns: int
+    operations: int
+    elements: int
+
+
+class Turn(msgspec.Struct, frozen=True):
+    contender: str
+    steps_s: list[float]  # those that ran while bytes were moved all the time
+    ran_s: list[float]  # of each, what its thread ran
+    blocked_s: list[float]  # and what it neither ran nor waited for a processor
+    seconds: float  # of all operations
+    cpu_s: float  # of the trainer's process, its children not counted
+
+
+class Result(msgspec.Struct, frozen=True):
+    turns: list[Turn]
+
+
+# --- moving bytes -----------------------------------------------------------------------------------------
+
+
+class FabricMover:
+    """Operations of one member of a fabric of its own."""
+
+    def __init__(self, name: str, rank: int, ranks: int, offset: int, engine: str, wish: Wish) -> None:
+        where = f"{os.environ['MASTER_ADDR']}:{int(os.environ['MASTER_PORT']) + offset}"
+        self._wish = wish
+        settings = from_environment(
+            where,
+            job=name,
+            name=f"{name}{rank}",
+            embed_scheduler=rank == 0,
+            expected=ranks,
+            engine=engine,
+        )
+        # A busy machine's silence is nobody's death here.
+        self._fabric = join_with(replace(settings, least_lease_s=60.0), ALL_ROLES, timeout=60.0)
+        self._array = np.zeros(wish.elements, np.float32)
+        if name != "copied":
+            self._array = self._fabric.empty(wish.elements)
+            self._array[:] = 0.0
+        if wish.pattern == "push":
+            self._fabric.publish({"model": self._array}, apply=mf.SGD(lr=0.1), max_delay="none", shards=ranks)
+        self._fabric.all_reduce(np.zeros(1), 60)
+
+    def move(self) -> None:
+        for _ in range(self._wish.operations):
+            if self._wish.pattern == "push":
+                ticket = self._fabric.push({"model": self._array})
+                self._fabric.pull(300)
+                ticket.result(300)
+            else:
+                self._fabric.all_reduce(self._array, 300)
+        self._fabric.all_reduce(np.zeros(1), 300)
+
+    def close(self) -> None:
+        self._fabric.close()
+
+
+class GlooMover:
+    def __init__(self, wish: Wish) -> None:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        self._wish = wish
+        self._reduce: Callable[[Any], Any] = dist.all_reduce
+        self._array, self._last = torch.zeros(wish.elements), torch.zeros(1)
+        self._end = dist.destroy_process_group
+
+    def move(self) -> None:
+        for _ in range(self._wish.operations):
+            self._reduce(self._array)
+        self._reduce(self._last)
+
+    def close(self) -> None:
+        self._end()
+
+
+class ApartMover:
+    """The first host's member in a process of its own, which is told when to move."""
+
+    def __init__(self, wish: Wish) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.interference", "apart", msgspec.json.encode(wish).decode()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def move(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("move\n")
+        self._process.stdin.flush()
+        if self._process.stdout.readline() != "moved\n":
+            raise FabricError("the process apart has failed")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+
+def be_apart(wish: Wish) -> None:
+    mover = FabricMover("apart", 0, int(os.environ["WORLD_SIZE"]), 3, "thread", wish)
+    for _ in sys.stdin:
+        mover.move()
+        print("moved", flush=True)
+    mover.close()
+
+
+# --- the ranks --------------------------------------------------------------------------------------------
+
+
+def make_movers(wish: Wish, rank: int, ranks: int) -> dict[str, Any]:
+    """In the order of the contenders, which all ranks share."""
+    movers: dict[str, Any] = {}
+    for name in PATTERNS[wish.pattern]:
+        if name == "thread":
+            movers[name] = FabricMover("thread", rank, ranks, 1, "thread", wish)
+        elif name in ("process", "copied"):
+            # Only the trainer's engine is looked at; the others' are threads that nobody disturbs.
+            engine, offset = "process" if rank == 0 else "thread", 2 if name == "process" else 4
+            movers[name] = FabricMover(name, rank, ranks, offset, engine, wish)
+        elif name == "apart":
+            movers[name] = (
+                ApartMover(wish) if rank == 0 else FabricMover("apart", rank, ranks, 3, "thread", wish)
+            )
+        elif name == "gloo":
+            movers[name] = GlooMover(wish)
+    return movers
+
+
+class StepTimes:
+    """Times steps of the calling thread, and asks the kernel what it did meanwhile."""
+
+    def __init__(self) -> None:
+        self._account = Path("/proc/thread-self/schedstat")
+        self.steps_s: list[float] = []
+        self.ran_s: list[float] = []
+        self.blocked_s: list[float] = []
+
+    def time(self, step: Callable[[], None], counts: Callable[[], bool]) -> None:
+        """A step after which `counts` is false is left out."""
+        ran, waited, began = *self._read(), time.perf_counter()
+        step()
+        took = time.perf_counter() - began
+        ran_now, waited_now = self._read()
+        if counts():
+            self.steps_s.append(took)
+            self.ran_s.append(ran_now - ran)
+            self.blocked_s.append(max(took - (ran_now - ran) - (waited_now - waited), 0.0))
+
+    def _read(self) -> tuple[float, float]:
+        ran, waited, _ = self._account.read_text(encoding="ascii").split()
+        return int(ran) / 1e9, int(waited) / 1e9
+
+
+def train_beside(name: str, mover: Any, step: Callable[[], None], steps_alone: int) -> Turn:
+    """Steps while bytes are moved by another thread, which only waits; or some steps without."""
+    times = StepTimes()
+    cpu, began = time.process_time(), time.perf_counter()
+    if mover is None:
+        for _ in range(steps_alone):
+            times.time(step, lambda: True)
+    else:
+        thread = threading.Thread(target=mover.move)
+        thread.start()
+        while thread.is_alive():
+            times.time(step, thread.is_alive)
+        thread.join()
+    took, used = time.perf_counter() - began, time.process_time() - cpu
+    return Turn(name, times.steps_s, times.ran_s, times.blocked_s, took, used)
+
+
+def make_step() -> Callable[[], None]:
+    import torch
+
+    from benchmarks.models import resnet18
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = resnet18()
+    images, labels = torch.randn(IMAGES, 3, SIDE, SIDE), torch.randint(1000, (IMAGES,))
+    loss = torch.nn.CrossEntropyLoss()
+
+    def step() -> None:
+        model.zero_grad(set_to_none=False)
+        loss(model(images), labels).backward()
+
+    for _ in range(3):
+        step()
+    return step
+
+
+def be_rank(wish: Wish) -> None:
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    import torch.distributed  # noqa: F401 - it takes seconds, in which nobody should wait for us
+
+    step = make_step() if rank == 0 else None
+    movers = make_movers(wish, rank, ranks)
+    names = PATTERNS[wish.pattern]
+    turns: list[Turn] = []
+    for turn in range(wish.turns):
+        for index in range(len(names)):
+            name = names[(index + turn) % len(names)]  # nobody always follows the same
+            mover = movers.get(name)
+            if step is not None:
+                turns.append(train_beside(name, mover, step, 30))
+            elif mover is not None:
+                mover.move()
+    for mover in movers.values():
+        with contextlib.suppress(FabricError):
+            mover.close()
+    if rank == 0:
+        print(msgspec.json.encode(Result(turns)).decode(), flush=True)
+
+
+# --- the whole --------------------------------------------------------------------------------------------
+
+
+def measure(hosts: int, rate: str, wish: Wish) -> list[Turn]:
+    from mlfabric.lab import Lab, RunOptions
+
+    with (
+        Lab(LabWish(hosts, rate, {}).scenario(), verify=False) as lab,
+        tempfile.TemporaryDirectory(prefix="mlfabric-interference-") as folder,
+    ):
+        argv = [sys.executable, "-m", "benchmarks.interference", "rank", msgspec.json.encode(wish).decode()]
+        result = lab.run(argv, RunOptions(folder=Path(folder) / "run", timeout_s=1200))
+        lines = Path(result.ranks[0].log).read_text(errors="replace").splitlines()
+        said = next((line for line in lines if line.startswith('{"turns"')), None)
+        if said is None:
+            raise FabricError(f"the ranks failed: {lines[-1] if lines else 'they said nothing'}")
+        return msgspec.json.decode(said, type=Result).turns
+
+
+def show(hosts: int, rate: str, wish: Wish, turns: list[Turn]) -> None:
+    medians = {}
+    print(f"\n{wish.pattern} of {wish.elements * 4 / 1e6:g} MB, {hosts} hosts at {rate}, {wish.turns} turns")
+    print("contender   step ms (p10-p90 of turns)   steps   MB/s   to alone   to apart   ran ms   blocked ms")
+    for name in PATTERNS[wish.pattern]:
+        own = [turn for turn in turns if turn.contender == name and turn.steps_s]
+        if not own:
+            raise FabricError(f"no step was as short as the operations of {name}; give more --operations")
+        each = sorted(statistics.median(turn.steps_s) for turn in own)
+        medians[name] = statistics.median(each)
+        low, high = each[int(0.1 * len(each))], each[min(int(0.9 * len(each)), len(each) - 1)]
+        moved = wish.operations * wish.elements * 4 / 1e6 / statistics.median(turn.seconds for turn in own)
+        ratios = [
+            f"{medians[name] / medians[base]:8.3f}" if base in medians else "" for base in ("alone", "apart")
+        ]
+        ran, blocked = (
+            statistics.median(value for turn in own for value in values(turn)) * 1e3
+            for values in (lambda turn: turn.ran_s, lambda turn: turn.blocked_s)
+        )
+        print(
+            f"{name:10}  {medians[name] * 1e3:7.1f} ({low * 1e3:.1f}-{high * 1e3:.1f})"
+            f"{sum(len(turn.steps_s) for turn in own):11}  {'' if name == 'alone' else f'{moved:5.0f}':>5}"
+            f"   {ratios[0]:8}   {ratios[1] if name != 'alone' else '':8}   {ran:6.1f}"
+            f"   {blocked:6.2f} ({blocked / ran:.1%})"
+        )
+
+
+def main() -> None:
+    if len(sys.argv) == 3 and sys.argv[1] in ("rank", "apart"):
+        wish = msgspec.json.decode(sys.argv[2], type=Wish)
+        (be_rank if sys.argv[1] == "rank" else be_apart)(wish)
+        return
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--hosts", default="2,3")
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--pattern", default=",".join(PATTERNS))
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--operations", type=int, default=6, help="in each turn")
+    parser.add_argument("--elements", type=int, default=ELEMENTS)
+    options = parser.parse_args()
+    for pattern in options.pattern.split(","):
+        for hosts in options.hosts.split(","):
+            wish = Wish(pattern, options.turns, options.operations, options.elements)
+            show(int(hosts), options.rate, wish, measure(int(hosts), options.rate, wish))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""The same run under the virtual clock: the simulator's network and servers, real gradients of the same task.
+
+What a lab needs minutes and an idle machine for takes less here, and tells how soon a target would be reached
+if hosts and links did what the simulator says. Every update is computed from the model its worker held.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from mlfabric import scenario as scenarios
+from mlfabric.bench.train.entries import find_entry
+from mlfabric.bench.train.judging import RunResult
+from mlfabric.bench.train.running import RESULT, write_record
+from mlfabric.bench.train.settings import REACHED_IN_A_ROW, RunSettings, fit
+from mlfabric.bench.train.task import (
+    Batches,
+    Fashion,
+    accuracy,
+    flat_weights,
+    load_weights,
+    loss_of,
+    make_model,
+)
+from mlfabric.errors import FabricError
+from mlfabric.numerics import Vector
+from mlfabric.scenario import Seconds
+from mlfabric.sim.results import simulate_jobs
+
+
+class TaskLearner:
+    """The model and its optimizer; steps as torch's SGD makes them, one per message.
+
+    Gradients that arrive together and weigh the same are a synchronous step, by their mean as in DDP.
+    """
+
+    def __init__(self, settings: RunSettings, data: Fashion) -> None:
+        self._settings, self._data = settings, data
+        self._module = make_model(settings.seed)
+        self._weights = flat_weights(self._module).copy()
+        self._velocity = np.zeros_like(self._weights)
+        self._batches = Batches(settings.seed, 0, len(data.labels), settings.batch)
+        self._drawn = 0
+        self._next_s = settings.snapshot_s
+        self._in_a_row = 0
+        self.curve: list[tuple[float, float]] = []
+        self.done = False
+
+    def read(self) -> Vector | None:
+        # Steps make new arrays, so that the old ones may be kept as they are.
+        return None if self.done else self._weights
+
+    def compute(self, model: Any, steps: int = 1) -> Vector | None:
+        """The gradient of a fresh batch; of several local steps their sum, each from where the last led."""
+        if self.done or model is None:
+            return None
+        total: Vector | None = None
+        for number in range(steps):
+            gradient = self._gradient(model)
+            total = gradient if total is None else total + gradient
+            if number + 1 < steps:
+                model = model - np.float32(self._settings.step_size.lr) * gradient
+        return total
+
+    def _gradient(self, weights: Vector) -> Vector:
+        load_weights(self._module, weights)
+        self._module.zero_grad()
+        indices = self._batches.indices(self._drawn)
+        self._drawn += 1
+        loss_of(self._module, self._data, indices).backward()
+        gradient: Vector = torch.cat([p.grad.reshape(-1) for p in self._module.parameters()]).numpy()
+        return gradient
+
+    def apply(self, gradients: list[Any], weights: list[float], now: float) -> None:
+        known = [(g, w) for g, w in zip(gradients, weights, strict=True) if g is not None]
+        if self.done or not known:
+            return
+        size = self._settings.step_size
+        whole = sum(weight for _, weight in known)
+        mean = sum(gradient * np.float32(weight / whole) for gradient, weight in known)
+        together = len(known) > 1
+        self._velocity = self._velocity * np.float32(size.momentum) + mean
+        self._weights = self._weights - np.float32(size.lr * (1.0 if together else whole)) * self._velocity
+        if now >= self._next_s:
+            self._look(now)
+
+    def _look(self, now: float) -> None:
+        self._next_s = now + self._settings.snapshot_s
+        load_weights(self._module, self._weights)
+        found = accuracy(self._module, self._data) if np.isfinite(self._weights).all() else 0.0
+        self.curve.append((now, found))
+        self._in_a_row = self._in_a_row + 1 if found >= max(self._settings.targets) else 0
+        self.done = self._in_a_row >= REACHED_IN_A_ROW
+
+
+def simulate_run(
+    settings: RunSettings,
+    folder: Path,
+    data_folder: Path,
+    told: Callable[[float], None] = lambda seconds: None,
+) -> RunResult:
+    """One run in virtual time, written down as one in a lab would be."""
+    entry = find_entry(settings.contender)
+    if not entry.policy:
+        raise FabricError(f"the simulator has no policy that stands for {settings.contender}")
+    torch.set_num_threads(1)
+    scenario = fit(scenarios.load(scenarios.find(settings.scenario)), settings)
+    scenario = msgspec.structs.replace(scenario, duration=Seconds(settings.limit_s))
+    learner = TaskLearner(settings, Fashion(data_folder))
+    (run,) = simulate_jobs(scenario, entry.policy, told, lambda: learner)
+    tally = run.tally
+    links = zip(run.world.links, run.world.carried, strict=True)
+    result = RunResult(
+        settings=settings,
+        seconds=settings.limit_s,
+        ended_early=False,
+        curve=learner.curve,
+        steps=tally.committed,
+        updates=tally.committed,
+        dropped=tally.dropped + tally.dropped_late,
+        delays=dict(Counter(tally.delays)),
+        overran_share=0.0,
+        gradient_s=0.0,
+        compute_s=run.mean_compute_s,
+        exchange_s=max(len(run) * settings.limit_s / max(tally.committed, 1) - run.mean_compute_s, 0.0),
+        cpu_share=0.0,
+        link_bytes={f"{link.owner}.{link.direction}": int(carried) for link, carried in links},
+        steps_by_rank=[tally.by_worker.get(worker, 0) for worker in range(len(run))],
+        simulated=True,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_record(folder / RESULT, result)
+    return result
