@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from mlfabric.collective.cadence import ALLOWANCE, Cadence
+from mlfabric.collective.cadence import ALLOWANCE, Cadence, Call
 
 TICK_S = 0.025
 LINE = 120e6  # bytes per second
@@ -179,7 +179,7 @@ def test_bytes_that_are_late_go_faster_and_faster() -> None:
 def test_calls_that_never_wait_are_spread_over_the_whole_iteration() -> None:
     """Each call comes while the one before is under way."""
     cadence, sent = Cadence(), 0
-    open_calls = []
+    open_calls: list[Call] = []
     rates = []
     for number in range(60):
         call = cadence.posted(float(number), 10**7, sent)
