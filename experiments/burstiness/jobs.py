@@ -61,8 +61,8 @@ class Setting:
     uplink: str = "300mbit"
     queue_bytes: int = 512_000
     compute_s: float = 8.0
-    steps: int = 8
-    skip: int = 2
+    steps: int = 7
+    skip: int = 1
     model: str = "resnet50"
     way: str = "ddp-mlfabric"
     most_jobs: int = 4

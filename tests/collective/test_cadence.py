@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from mlfabric.collective.cadence import ALLOWANCE, Cadence
+from mlfabric.collective.cadence import ALLOWANCE, Cadence, Call
 
 TICK_S = 0.025
 LINE = 120e6  # bytes per second
@@ -174,3 +174,20 @@ def test_bytes_that_are_late_go_faster_and_faster() -> None:
     assert all(rate is not None for rate in rates)
     assert sorted(rates, key=float) == rates  # type: ignore[arg-type]
     assert cadence.rate(job.now + 100.0) > LINE  # type: ignore[operator]
+
+
+def test_calls_that_never_wait_are_spread_over_the_whole_iteration() -> None:
+    """Each call comes while the one before is under way."""
+    cadence, sent = Cadence(), 0
+    open_calls: list[Call] = []
+    rates = []
+    for number in range(60):
+        call = cadence.posted(float(number), 10**7, sent)
+        rates.append(cadence.rate(float(number)))
+        sent += 10**7
+        if open_calls:
+            cadence.ended(number + 0.5, open_calls.pop())
+        open_calls.append(call)
+    assert rates[0] is None
+    assert rates[-1] is not None
+    assert 10**7 <= rates[-1] < 5 * 10**7

@@ -25,7 +25,7 @@ from itertools import pairwise
 # Waiting that pacing may add to an iteration, as a share of it.
 ALLOWANCE = 0.025
 # Calls of one iteration, at the most.
-LONGEST = 256
+LONGEST = 128
 # Gaps that differ by more than this share of an iteration are no rhythm.
 ALIKE = 0.1
 # Shorter iterations are left alone: clocks and processors are not that punctual.
@@ -169,8 +169,10 @@ class Cadence:
         calls = list(self._recent)
         for count in range(self._least_calls, (len(calls) - 1) // 2 + 1):
             older, newer, following = calls[-2 * count - 1 : -count - 1], calls[-count - 1 : -1], calls[-1]
+            if following.size_bytes != newer[0].size_bytes or following.size_bytes != older[0].size_bytes:
+                continue
             sizes = [call.size_bytes for call in newer]
-            if [call.size_bytes for call in older] != sizes or following.size_bytes != sizes[0]:
+            if [call.size_bytes for call in older] != sizes:
                 continue
             before, now = _gaps(older, newer[0]), _gaps(newer, following)
             most = max(abs(a - b) for a, b in zip(before, now, strict=True))
@@ -178,7 +180,7 @@ class Cadence:
                 continue
             durations = [[_duration(call) for call in calls] for calls in (older, newer)]
             self.beats = [
-                Beat(size, (gap + other) / 2, min(first, second))
+                Beat(size, (gap + other) / 2, min(first, second, gap))
                 for size, gap, other, first, second in zip(sizes, before, now, *durations, strict=True)
             ]
             self._place = 1
