@@ -110,6 +110,7 @@ def plan_leads(
     shard_bytes: float,
     horizon_s: float,
     only_to_replicas: bool = False,
+    worth: float = WORTH_MOVING_LEADS,
 ) -> LeadsPlanned:
     """Which of the equal shards should be led from another host, given the rates of now.
 
@@ -128,7 +129,7 @@ def plan_leads(
     before, after = (
         _useful(spare, Counter(leads.values()), count, wanted) for leads in (led_by, {**led_by, **moves})
     )
-    if not moves or after < WORTH_MOVING_LEADS * before:
+    if not moves or after < worth * before:
         return LeadsPlanned({})
     cost_s = HAND_OVER_S + _moving_s(network, led_by, followed_by, moves, shard_bytes)
     if horizon_s * (1 - before / after) <= WORTH_MOVING * cost_s:
