@@ -15,10 +15,10 @@ WITHOUT_REPLICAS = {"divergence": None}
 
 class FabricExchange:
     def __init__(self, model: Any, size: StepSize, options: Mapping[str, Any]) -> None:
-        chosen = {**WITHOUT_REPLICAS, **options}
+        chosen = dict(options) if options["mode"] == "sync" else {**WITHOUT_REPLICAS, **options}
         optimizer = ("SGD", {"lr": size.lr, "momentum": size.momentum})
         self.module = model
-        self.same_everywhere = chosen["mode"] in ("sync", "backup")
+        self.same_everywhere = chosen["mode"] == "sync"
         self._local_steps = int(chosen.get("local_steps", 1)) if chosen["mode"] == "local" else 1
         self.training = join(model, optimizer, timeout=300.0, **chosen)
         self._told, self._dropped = 0, 0
