@@ -200,7 +200,7 @@ class Fabric:
         _wait(answer, timeout, "the model is not in place; are all members of the job here?")
 
     def pull(self, timeout: float | None = PATIENCE_S, aside: bool = False) -> Model:
-        """The freshest model."""
+        """The freshest model. A worker's first one, while others train, may come from a replica nearer by."""
         return self.pull_later(aside).result(timeout)
 
     def pull_later(self, aside: bool = False) -> Pulling:

@@ -284,3 +284,34 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
     assert len([line for line in done.stderr.splitlines() if line.startswith("mlfabric: ")]) == 1
+
+
+TOGETHER = """
+import os, time
+from mlfabric.lab import inside
+time.sleep(0.5 * int(os.environ["RANK"]))
+began = inside().begin_together()
+print(began, time.monotonic() >= began, flush=True)
+time.sleep(60)
+"""
+
+
+def test_scenario_begins_when_all_are_ready_and_ends_when_asked(make_lab: MakeLab, tmp_path: Path) -> None:
+    lab = make_lab(scenario_of('hosts = [{ name = "w", count = 2 }]'))
+
+    def said() -> list[str]:
+        return [log.read_text() for log in sorted((tmp_path / "run" / "logs").iterdir())]
+
+    options = RunOptions(folder=tmp_path / "run", together=True, until=lambda seconds: all(said()))
+    result = lab.run([sys.executable, "-c", TOGETHER], options)
+    assert result.ok, result.complaints
+    assert result.seconds < 30
+    first, second = said()
+    assert first == second
+    assert first.endswith("True\n")
+
+
+def test_rank_that_ends_before_it_is_ready_fails_the_run(make_lab: MakeLab, tmp_path: Path) -> None:
+    lab = make_lab(scenario_of('hosts = [{ name = "w", count = 2 }]'))
+    with pytest.raises(FabricError, match=r"before it was ready"):
+        lab.run(["false"], RunOptions(folder=tmp_path / "run", together=True))

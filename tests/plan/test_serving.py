@@ -10,7 +10,7 @@ import pytest
 from mlfabric.plan.serving import (
     HEADROOM,
     SERVES_FROM,
-    WORTH_PLACING,
+    WORTH_MOVING_LEADS,
     deal,
     own_traffic,
     plan_leads,
@@ -120,4 +120,4 @@ def test_leads_of_a_job_with_replicas_move_to_them_only() -> None:
                 room(spare, {host: n / len(led) for host, n in Counter(leads.values()).items()})
                 for leads in (led, {**led, **planned.moves})
             )
-            assert after >= WORTH_PLACING * before
+            assert after >= WORTH_MOVING_LEADS * before

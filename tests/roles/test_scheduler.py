@@ -655,7 +655,7 @@ def test_a_lead_moves_to_a_replica_on_a_better_link_and_what_is_on_its_way_follo
     fabric.granted("w0#0")
     fabric.report("w0#0", version=1, held=1)
     fabric.granted("w0#1")
-    fabric.tell(RatesLearned(4e5, 4e5), "s0")
+    fabric.tell(RatesLearned(3e5, 3e5), "s0")
     assert said(YieldLead, fabric.wait(0.2), "s0").replica == "r0"
     assert not sent(Grant, [*fabric.offer("w0#2"), *fabric.wait(0.1)])  # the rest waits
     promote = said(Promote, fabric.tell(LeadYielded(0, 0, 1), "s0"), "r0")

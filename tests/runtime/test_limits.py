@@ -48,8 +48,11 @@ def pair() -> object:
 
 def test_pushes_pulls_and_collectives_keep_a_limit_that_is_set_while_they_run(pair: LocalFabric) -> None:
     model = {"model": np.ones(SIZE // 4, np.float32)}
-    pair.run(lambda each: each.publish(model, apply=Sum(), max_delay="none", divergence=None))
-    far = next(each for each in pair.workers if not each._client.label.startswith("w0"))
+    pair.run(lambda each: each.publish(model, apply=Sum(), max_delay="none", divergence=None, shards=1))
+    before = ask_scheduler(parse_address(pair.address), b"", StatusWanted(), 10.0)
+    assert isinstance(before, StatusReport)
+    leader = before.jobs[0].shards[0].leader
+    far = next(each for each in pair.workers if each.name != leader)
     array = np.ones(SIZE // 4, np.float32)
     pair.run(lambda each: each.all_reduce(array.copy()))
     assert set_limit(pair, "local", LIMIT) == LimitAnswered("job")

@@ -44,6 +44,7 @@ class LedgerRun:
     faults: tuple[tuple[Any, ...], ...] = ()
     # (seconds after the model is in place, node, bytes per second its links have from now on, and it learns)
     news: tuple[tuple[float, str, float], ...] = ()
+    told: bool = True  # whether the scheduler hears of it
     embed: bool = False  # the first worker's process schedules too
     everywhere: bool = False  # every member may be used for everything, as under torchrun
     seconds: float = 60.0
@@ -99,7 +100,8 @@ class LedgerRun:
     def _learn(self, name: str, rate: float) -> None:
         self.sim.set_rate(name, rate, rate)
         node = self.nodes[name]
-        node.do(lambda: node.node.post("member", RatesMeasured(rate, rate)))
+        if self.told:
+            node.do(lambda: node.node.post("member", RatesMeasured(rate, rate)))
 
     def _living(self, names: list[str]) -> int:
         return sum(1 for name in names if self.nodes[name].alive or name in self._done)

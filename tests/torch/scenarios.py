@@ -575,7 +575,7 @@ def learn_fashion(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     x, y = script["images"](Path(data), "train")
     model = script["network"]()
-    wishes: dict[str, Any] = {} if mode == "sync" else {"log": f"{logs}/{rank}.log"}
+    wishes: dict[str, Any] = {} if mode == "sync" else {"log": f"{logs}/{rank}.log", "shards": size}
     with mlfabric.torch.join(model, ("AdamW", {"lr": lr}), mode, host=f"h{rank}", **wishes) as training:
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(training.optimizer, steps)
         for step in range(steps):

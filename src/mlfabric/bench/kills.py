@@ -295,8 +295,10 @@ def _show(report: KillsReport) -> None:
     for name in ("role", "how", "strikes", "median stall", "longest", "longest after return", "failed steps"):
         table.add_column(name, justify="left" if name in ("role", "how") else "right")
     table.add_column("went wrong", justify="right")
-    for role, how in dict.fromkeys((strike.role, strike.how) for strike in report.strikes):
+    for role, how in ((role, how) for role in ROLES for how in WAYS):
         mine = [strike for strike in report.strikes if (strike.role, strike.how) == (role, how)]
+        if not mine:
+            continue
         stalls = sorted(strike.stall_s or 0.0 for strike in mine)
         table.add_row(
             role,

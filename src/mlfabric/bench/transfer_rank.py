@@ -123,6 +123,7 @@ class TransferBench:
             apply=Sum(),
             max_delay="none",
             divergence=None,
+            shards=1,
             aggregate=self._order.aggregate,
             timeout=WAIT_S,
         )

@@ -21,8 +21,10 @@ from mlfabric.topology import Host, Network, Rack
 SERVES_FROM: Final = 0.25
 # No more serve than carry this many times what all workers want together.
 HEADROOM: Final = 1.5
-# Shards are placed anew if that raises what the servers can take by this factor.
+# Shares are placed anew if that raises what the servers can take by this factor.
 WORTH_PLACING: Final = 1.1
+# Whole shards are, by this one: rates that were learned waver, and updates on their way are sent once more.
+WORTH_MOVING_LEADS: Final = 1.2
 # Some of a host's link is left to serve with, however busy its own worker is.
 SPARE_LEAST: Final = 0.02
 
@@ -108,6 +110,7 @@ def plan_leads(
     shard_bytes: float,
     horizon_s: float,
     only_to_replicas: bool = False,
+    worth: float = WORTH_MOVING_LEADS,
 ) -> LeadsPlanned:
     """Which of the equal shards should be led from another host, given the rates of now.
 
@@ -126,7 +129,7 @@ def plan_leads(
     before, after = (
         _useful(spare, Counter(leads.values()), count, wanted) for leads in (led_by, {**led_by, **moves})
     )
-    if not moves or after < WORTH_PLACING * before:
+    if not moves or after < worth * before:
         return LeadsPlanned({})
     cost_s = HAND_OVER_S + _moving_s(network, led_by, followed_by, moves, shard_bytes)
     if horizon_s * (1 - before / after) <= WORTH_MOVING * cost_s:

@@ -1,12 +1,13 @@
 """Leads that follow the bandwidth: whenever rates are learned, the scheduler looks whether other hosts should
 lead (`plan.serving` decides, `roles.handover` moves).
 
-A job with replicas moves leads to them alone, so that no single loss can meet a shard between two copies.
+A job with replicas moves leads to them alone, where the state is. It has to fill new ones afterwards, and
+until then a loss of the new leader would end it: so it moves them rarely, and only for much.
 """
 
 from __future__ import annotations
 
-from mlfabric.plan.serving import plan_leads
+from mlfabric.plan.serving import WORTH_MOVING_LEADS, plan_leads
 from mlfabric.roles.actions import Action, Note
 from mlfabric.roles.domain import Domain, Job
 from mlfabric.roles.handover import Handover
@@ -16,6 +17,9 @@ from mlfabric.roles.leads import Leads
 HORIZON_S = 5.0
 # Leads that have moved stay for so long at least.
 SETTLED_S = 1.0
+# With replicas.
+SETTLED_FILLING_S = 10.0
+WORTH_FILLING = 2.0
 # Values and one vector of optimizer state are what most rules keep of each element.
 STATE_COPIES = 2
 
@@ -37,6 +41,7 @@ class Replacing:
         if now < job.settled_at:
             job.look_at = job.settled_at
             return []
+        replicated = published.settings.divergence is not None
         members = self._domain.members
         ranges = {index: shard.range for index, shard in book.shards.items()}
         if any(range_.leader not in members for range_ in ranges.values()):
@@ -58,11 +63,12 @@ class Replacing:
             followed,
             STATE_COPIES * 4.0 * published.elements / len(ranges),
             HORIZON_S,
-            only_to_replicas=published.settings.divergence is not None,
+            only_to_replicas=replicated,
+            worth=WORTH_FILLING if replicated else WORTH_MOVING_LEADS,
         )
         if not planned.moves:
             return []
-        job.settled_at = now + SETTLED_S
+        job.settled_at = now + (SETTLED_FILLING_S if replicated else SETTLED_S)
         targets = {}
         for index, host in planned.moves.items():
             replica_here = followed[index] == host

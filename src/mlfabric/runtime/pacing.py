@@ -28,7 +28,8 @@ def share_evenly(sock: socket.socket) -> None:
     """Use a congestion control whose flows share a link evenly.
 
     The flows of an all-reduce have to progress abreast. BBR flows of one host take very unequal shares of its
-    link: on eight hosts of 200 Mb/s an all-reduce took 1.13 times its bound by bbr, 1.02 by cubic.
+    link: on eight hosts of 200 Mb/s an all-reduce took 1.13 times its bound by bbr, 1.02 by cubic. Pushes of
+    32 MB over a path of 20 ms and 200 Mb/s took 2.9 s by bbr, 1.7 s by cubic, on a machine busy with more.
     """
     with contextlib.suppress(OSError):  # not in this kernel, or not allowed: the default then
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
@@ -39,6 +40,7 @@ def prepare_socket(sock: socket.socket, bulk: bool) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if bulk:
         sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, NOTSENT_BYTES)
+        share_evenly(sock)
 
 
 def notice_death(sock: socket.socket) -> None:

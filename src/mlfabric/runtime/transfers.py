@@ -44,6 +44,7 @@ class Transfers:
         """See how the flows fare; what of it is news. `shared`: collectives use the same links just now."""
         if self._look_at is None or now < self._look_at:
             return ()
+        self._sending = {transfer: c for transfer, c in self._sending.items() if c.sock.fileno() >= 0}
         sending = {c.peer: c for c in self._sending.values() if c.ready and c.sendings}
         self._look_at = now + TICK_S if self._sending else None
         states = [(peer, connection.bulk_state()) for peer, connection in sending.items()]
@@ -74,7 +75,7 @@ class Transfers:
 
     def under_way(self) -> set[Connection]:
         """Connections that have something to send."""
-        return set(self._sending.values())
+        return {connection for connection in self._sending.values() if connection.sock.fileno() >= 0}
 
     def cancel(self, transfer: str) -> Connection | None:
         """The connection that has to say so; None: there is nothing to say."""
