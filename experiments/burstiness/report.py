@@ -140,6 +140,8 @@ def _row(four: list[float]) -> str:
 
 
 def several_jobs(folder: Path) -> list[str]:
+    if not list(folder.glob("jobs-*.json")):
+        return ["(not run)"]
     lines = [
         "| jobs | offered | started | predicted step | measured step | predicted loss, open loop "
         "| frames dropped |",
