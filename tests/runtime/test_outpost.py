@@ -174,8 +174,8 @@ if "forked" in sys.argv and not os.fork():  # as a data loader's worker is: it h
     os._exit(0)
 fabric = held[0]
 fabric.all_reduce(np.ones(3))
-print(fabric._engine.process_id, flush=True)
 try:
+    print(fabric._engine.process_id, flush=True)
     time.sleep(60)
 except KeyboardInterrupt:
     array = np.ones(3)

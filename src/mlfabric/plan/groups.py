@@ -19,12 +19,13 @@ from mlfabric.topology import Network, Rack
 NOMINAL_BYTES: Final = 16_000_000
 # A rack uplink of unknown rate is taken as the sum of its hosts divided by this.
 UNKNOWN_OVERSUBSCRIPTION: Final = 8
-# Learned rates are never quite equal, and unequal shares need smaller chunks: to be worth it they have to be
+# Learned rates are never quite equal, and unequal shares keep links less busy: to be worth it they have to be
 # expected to be faster by this factor.
 UNEVEN_COST: Final = 1.12
-# Chunks where all hosts are alike, and where a slow one, or one more stage, makes all wait for the last.
-EVEN_CHUNK_BYTES: Final = 256 * 1024
-UNEVEN_CHUNK_BYTES: Final = 128 * 1024
+# Chunks of one sum, and of sums inside hosts or racks first: each stage more fills and empties once more.
+CHUNK_BYTES: Final = 256 * 1024
+HOST_CHUNK_BYTES: Final = 128 * 1024
+RACK_CHUNK_BYTES: Final = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +70,18 @@ def plan_group(network: Network, hosts: Sequence[str]) -> GroupPlan:
     broadcasts = by_rank({share.host: share.broadcasts for share in plan.shares})
     gathers: tuple[float, ...] = ()
     domains: tuple[tuple[int, ...], ...] = ()
+    chunk = CHUNK_BYTES
     if any(number > 1 for number in count.values()):
+        chunk = HOST_CHUNK_BYTES
         gathers = tuple(1 / count[host] for host in hosts)
         domains = tuple(tuple(ranks[host]) for host in sorted(ranks))
     elif plan.form == "racks":
+        chunk = RACK_CHUNK_BYTES
         gathers = by_rank({share.host: share.gathers for share in plan.shares})
         racks: dict[str | None, list[int]] = {}
         for rank, host in enumerate(hosts):
             racks.setdefault(network.hosts[host].rack, []).append(rank)
         domains = tuple(tuple(racks[name]) for name in sorted(racks, key=str))
-    chunk = EVEN_CHUNK_BYTES if _alike(plan.shares) and not domains else UNEVEN_CHUNK_BYTES
     return GroupPlan(reduces, broadcasts, gathers, domains, chunk, plan.predicted_s, plan.reason)
 
 
@@ -103,11 +106,6 @@ def predicted_time(network: Network, hosts: Sequence[str], plan: GroupPlan) -> f
         if load > 0
     ]
     return max(times, default=0.0)
-
-
-def _alike(shares: Sequence[HostShare]) -> bool:
-    biggest = max(share.reduces for share in shares)
-    return min(share.reduces for share in shares) > 0.5 * biggest
 
 
 def _with_racks(network: Network, hosts: Sequence[str]) -> Network:
