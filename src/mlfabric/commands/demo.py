@@ -41,7 +41,7 @@ MEMBERS = {
     "w3": (("worker", "aggregator"), "20mbit", "20mbit"),
     "a0": (("aggregator",), "80mbit", "80mbit"),
     "a1": (("aggregator",), "80mbit", "80mbit"),
-    "s0": (("server",), "100mbit", "20mbit"),
+    "s0": (("server", "replica"), "100mbit", "20mbit"),
     "r0": (("replica",), "100mbit", "20mbit"),
 }
 # How often progress is printed where it can't be redrawn.
@@ -71,6 +71,13 @@ class DemoResult(msgspec.Struct, frozen=True):
 class _Progress:
     began: float
     killed_at: float | None = None
+    killed: str = SERVER
+
+    @property
+    def leader(self) -> str:
+        """Two can lead, and every epoch is the other's: a lead may move before anybody is killed."""
+        return (SERVER, REPLICA)[self.epoch % 2]
+
     recovered_at: float | None = None
     version: int = 0
     epoch: int = 0
@@ -199,15 +206,15 @@ def _watch(
             _check_processes(processes, progress)
             model = fabric.pull(timeout=60)
             epoch = model.versions[0].epoch
-            if epoch > progress.epoch and progress.recovered_at is None:
+            if epoch > progress.epoch and progress.killed_at is not None and progress.recovered_at is None:
                 progress.recovered_at = time.monotonic()
                 begun += max(progress.version - model.version, 0)
             progress.version, progress.epoch = model.version, epoch
             progress.accuracy = accuracy(model.arrays, digits.test_images, digits.test_labels)
             show(_progress_line(progress, updates))
             if progress.killed_at is None and progress.version >= updates // 2:
-                progress.killed_at = time.monotonic()
-                processes[SERVER].kill()
+                progress.killed_at, progress.killed = time.monotonic(), progress.leader
+                processes[progress.killed].kill()
                 continue  # the next pull is answered by whoever leads then
             time.sleep(0.3)
     return progress
@@ -233,15 +240,15 @@ def _live(screen: Console) -> Iterator[Callable[[str], None]]:
 def _check_processes(processes: dict[str, subprocess.Popen[bytes]], progress: _Progress) -> None:
     for name, process in processes.items():
         ended = process.poll()
-        if ended is not None and not (name == SERVER and progress.killed_at is not None):
+        if ended is not None and not (name == progress.killed and progress.killed_at is not None):
             raise FabricError(f"process {name} of the demo ended with {ended}; see {name}.log of the run")
 
 
 def _progress_line(progress: _Progress, updates: int) -> str:
     done = round(min(progress.version / updates, 1.0) * 20)
-    leader = SERVER if progress.epoch == 0 else f"{REPLICA} (was replica)"
+    leader = progress.leader if progress.epoch == 0 else f"{progress.leader} (was replica)"
     if progress.killed_at is not None and progress.recovered_at is None:
-        leader = f"{SERVER} killed!"
+        leader = f"{progress.killed} killed!"
     return (
         f"{time.monotonic() - progress.began:5.1f} s {'█' * done}{'░' * (20 - done)} "
         f"{progress.version}/{updates}  accuracy {progress.accuracy:.3f}  server {leader}"
@@ -268,7 +275,7 @@ def _result(
         lost=sum(report.lost for report in reports),
         delay_mean=float(np.mean(delays)) if delays else 0.0,
         delay_max=max(delays, default=0),
-        divergence_at_fail_over=_divergence(folder),
+        divergence_at_fail_over=_divergence(folder, progress.killed),
         divergence_bound=divergence,
         recovery_s=recovery,
         bytes_per_link=_bytes_per_link(records),
@@ -288,10 +295,10 @@ def _aggregated(records: list[LogRecord]) -> int:
     return len(summed & committed)
 
 
-def _divergence(folder: Path) -> float | None:
+def _divergence(folder: Path, killed: str) -> float | None:
     """||server - replica|| / ||server||, from the weights both left in files at the fail-over."""
-    server = mirror_path(folder / SERVER, 0)
-    replica = mirror_path(folder / REPLICA, 0, "promoted")
+    server = mirror_path(folder / killed, 0)
+    replica = mirror_path(folder / (REPLICA if killed == SERVER else SERVER), 0, "promoted")
     if not server.exists() or not replica.exists():
         return None
     last, taken = np.fromfile(server, np.float32), np.fromfile(replica, np.float32)
