@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
 
+from tests.runtime.test_torchrun import free_port
 from tests.torch.worlds import ROOT, Worlds, torchrun
 
 pytest.importorskip("torch", reason="needs torch: pip install 'mlfabric[torch]'")
-
-
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port: int = held.getsockname()[1]
-    return port
 
 
 def test_every_way_to_rendezvous(worlds: Worlds) -> None:

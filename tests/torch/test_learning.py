@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlfabric.eventlog import read_log
-from tests.torch.test_beginning import free_port
+from tests.runtime.test_torchrun import free_port
 from tests.torch.worlds import Worlds, failed
 
 pytest.importorskip("torch", reason="needs torch: pip install 'mlfabric[torch]'")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.torch.test_beginning import free_port
+from tests.runtime.test_torchrun import free_port
 from tests.torch.worlds import ROOT, Worlds
 
 pytest.importorskip("torch", reason="needs torch: pip install 'mlfabric[torch]'")

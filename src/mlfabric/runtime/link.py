@@ -76,8 +76,8 @@ class Link:
 
     # --- sending ----------------------------------------------------------------------------------------
 
-    def pump(self) -> bool:
-        """Send until the kernel takes no more (True) or there is nothing left to send (False)."""
+    def pump(self) -> None:
+        """Send until the kernel takes no more (`blocked`), we may not (`held`), or nothing is left."""
         self.blocked = self.held = False
         allowance = self._allowance
         while self._out or self._load():
@@ -96,7 +96,6 @@ class Link:
             if not self._advance(count) and not self._sealed and allowed is self._out:
                 self.blocked = True
                 break
-        return self.blocked
 
     def unsent(self) -> int:
         """Bytes that the kernel holds and the peer has not acknowledged."""
