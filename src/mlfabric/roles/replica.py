@@ -80,7 +80,7 @@ class Replica:
                 self._serving.wanted.append(wanted)
                 return self._serving.serve(self._version, False, ())
             case TransferSent(transfer=transfer) | TransferFailed(transfer=transfer):
-                return self._sent(transfer)
+                return self._sent(transfer, failed=isinstance(event, TransferFailed))
             case MessageReceived(message=Promote() as promote):
                 return self._promote(promote)
             case SchedulerChanged() if not self._promoted:
@@ -90,11 +90,11 @@ class Replica:
                 return [Send(self._settings.scheduler, "scheduler", report)]
         return []
 
-    def _sent(self, transfer: str) -> list[Action]:
+    def _sent(self, transfer: str, failed: bool) -> list[Action]:
         pull = self._serving.sent(transfer)
         if pull is None:
             return []
-        served = PullServed(pull, self._settings.shard.index)
+        served = PullServed(pull, self._settings.shard.index, failed)
         return [Send(self._settings.scheduler, "scheduler", served), *self._serving.free_unused()]
 
     def end(self) -> list[Action]:

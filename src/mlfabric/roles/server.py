@@ -197,7 +197,7 @@ class Server:
 
     def _failed(self, transfer: str, reason: str, now: float) -> list[Action]:
         if self._serving.is_transfer(transfer):
-            return self._sent(transfer)
+            return self._sent(transfer, failed=True)
         if self._link.is_transfer(transfer):
             return self._link.broke(now)
         return self._parcels.failed(transfer)
@@ -345,11 +345,11 @@ class Server:
         applying = self._staged is not None
         return self._serving.serve(self._standing.version, applying, self._lineup.places)
 
-    def _sent(self, transfer: str) -> list[Action]:
+    def _sent(self, transfer: str, failed: bool = False) -> list[Action]:
         pull = self._serving.sent(transfer)
         if pull is None:
             return []
-        return [self._tell(PullServed(pull, self._shard)), *self._serving.free_unused()]
+        return [self._tell(PullServed(pull, self._shard, failed)), *self._serving.free_unused()]
 
     def _replicate(
         self, reason: str, now: float, rate: float | None = None, ahead: bool = False

@@ -61,8 +61,16 @@ class Serving:
             node=pull.node,
             role="worker",
             buffer=snapshot.buffer,
-            about=ModelPart(pull.pull, self._shard, Version(self.epoch, version), pull.with_state),
+            about=ModelPart(
+                pull.pull,
+                self._shard,
+                Version(self.epoch, version),
+                pull.with_state,
+                pull.onward,
+                pull.chunk_bytes,
+            ),
             rate_bytes_per_s=pull.rate_bytes_per_s,
+            chunk_bytes=pull.chunk_bytes,
         )
         return [*actions, start]
 
