@@ -24,6 +24,12 @@ def test_updates_are_aggregated_and_still_counted_once() -> None:
     assert statistics.aggregated > 0  # type: ignore[attr-defined]
 
 
+def test_members_may_be_in_racks_of_which_nobody_knows_the_rate() -> None:
+    run = LedgerRun(workers=6, racks=3).run()
+    run.check_everything()
+    assert len(run.committed()) == 36
+
+
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_a_dead_server_loses_only_what_is_reported_lost(shards: int) -> None:
     run = LedgerRun(shards=shards, servers=2, faults=((0.3, "kill", "s0"),)).run()
