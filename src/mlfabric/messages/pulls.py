@@ -23,6 +23,7 @@ class Hop(msgspec.Struct, frozen=True):
     node: str
     rate_bytes_per_s: float
     depth: int = 0  # 0: from the receiver itself; else from the nearest hop before it that is one less deep
+    attempt: int = 0
 
 
 class ServePull(Message, frozen=True):
@@ -34,6 +35,7 @@ class ServePull(Message, frozen=True):
     after_number: int | None = None  # a checkpoint: exactly the state after this number
     onward: tuple[Hop, ...] = ()  # who gets it from there
     chunk_bytes: int = 0  # to cut it into where it is passed on
+    attempt: int = 0  # how often it was on its way before
 
 
 class PullServed(Message, frozen=True):
@@ -42,6 +44,7 @@ class PullServed(Message, frozen=True):
     pull: str
     shard: int
     failed: bool = False  # and will not arrive
+    attempt: int = 0
 
 
 class PullFailed(Message, frozen=True):

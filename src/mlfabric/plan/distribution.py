@@ -32,8 +32,9 @@ MOST_CHUNK_BYTES: Final = 256 * 1024
 # What passing a chunk on takes beside its bytes: two processes have to be woken.
 HOP_S: Final = 1e-3
 # Relays are worth their trouble where receivers have the model in this share of the time, on the average, and
-# the last of them no later.
+# the last of them hardly later.
 WORTH: Final = 0.8
+HARDLY_LATER: Final = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ def relay_or_not(
         return []  # somebody can't be reached
     by_relay = expected_times(network, reserved, relays, max(each.chunk_bytes for each in wanted))
     directly = expected_times(network, reserved, straight)
-    gains = fmean(by_relay) <= WORTH * fmean(directly) and max(by_relay) <= max(directly)
+    gains = fmean(by_relay) <= WORTH * fmean(directly) and max(by_relay) <= HARDLY_LATER * max(directly)
     return plans if gains else []
 
 

@@ -42,6 +42,7 @@ class _Passing:
     ours: str  # pull that it is for, here
     pull: str  # and there
     shard: int
+    attempt: int
 
 
 class Fetching:
@@ -93,7 +94,7 @@ class Fetching:
             self._sent += 1
             version = f"{about.version.epoch}.{about.version.count}"
             name = f"{hop.pull}/{about.shard}/{version}/{about.pull}.{self._sent}"
-            self._passing[name] = _Passing(transfer, about.pull, hop.pull, about.shard)
+            self._passing[name] = _Passing(transfer, about.pull, hop.pull, about.shard, hop.attempt)
             part = msgspec.structs.replace(about, pull=hop.pull, onward=below)
             onward.append(PassOn(name, hop.node, "worker", part, hop.rate_bytes_per_s, about.chunk_bytes))
         return tuple(onward)
@@ -103,7 +104,8 @@ class Fetching:
         passing = self._passing.pop(transfer, None)
         if passing is None:
             return []
-        return [Send(self._scheduler, "scheduler", PullServed(passing.pull, passing.shard, failed))]
+        served = PullServed(passing.pull, passing.shard, failed, passing.attempt)
+        return [Send(self._scheduler, "scheduler", served)]
 
     def came(self, transfer: str) -> list[Action]:
         """Nothing more comes of it. The driver holds what is still being passed on."""

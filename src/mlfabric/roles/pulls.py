@@ -167,11 +167,11 @@ class Pulls:
         assert job.book is not None
         fetch, shard = job.pulls[pull], job.book.shards[index]
         member = self._domain.members[fetch.node]
-        leaves = fetch.node in self._domain.draining or "worker" not in member.roles
-        may_relay = not (fetch.with_state or leaves or fetch.broken[index] >= RELAYS_TRIED)
-        return PartWanted(
-            pull, fetch.node, index, holder, shard.range.count * 4, shard.version, may_relay=may_relay
-        )
+        relays = "worker" in member.roles and fetch.node not in self._domain.draining
+        attempt = fetch.broken[index]
+        may_relay = relays and not fetch.with_state and attempt < RELAYS_TRIED
+        size_bytes = shard.range.count * 4
+        return PartWanted(pull, fetch.node, index, holder, size_bytes, shard.version, may_relay, attempt)
 
     def _deliver(
         self, job: Job, parts: Sequence[PartWanted], now: float, after: int | None = None
@@ -205,7 +205,9 @@ class Pulls:
             self._book(job, part, part.holder, rate, now, now + part.size_bytes / rate)
             with_state = job.pulls[part.pull].with_state
             number = after if with_state else None
-            order = ServePull(part.pull, part.node, part.shard, rate, with_state, number)
+            order = ServePull(
+                part.pull, part.node, part.shard, rate, with_state, number, attempt=part.attempt
+            )
             actions.append(self._order(job, part, order))
         return actions
 
@@ -341,8 +343,8 @@ class Pulls:
         them: those who were to get them from a relay are served again at once."""
         name, index = message.pull, message.shard
         fetch = job.pulls.get(name)
-        if fetch is None or (message.failed and fetch.sources.get(index) != sender):
-            return []
+        if fetch is None or (message.failed and fetch.broken[index] != message.attempt):
+            return []  # it is on its way again
         if message.failed and index in fetch.through:
             return self._serve_again(job, [(name, index)], f"{sender} could not pass them on", now)
         below = [other for other, each in job.pulls.items() if each.through.get(index) == name]

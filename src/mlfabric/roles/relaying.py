@@ -27,6 +27,7 @@ class PartWanted:
     size_bytes: int
     version: int = 0
     may_relay: bool = True
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ def serve_orders(copies: Sequence[Copy]) -> list[tuple[PartWanted, ServePull]]:
         while end < len(copies) and copies[end].depth > 0:
             end += 1
         hops = tuple(
-            Hop(copy.part.pull, copy.part.node, copy.rate_bytes_per_s, copy.depth - 1)
+            Hop(copy.part.pull, copy.part.node, copy.rate_bytes_per_s, copy.depth - 1, copy.part.attempt)
             for copy in copies[at + 1 : end]
         )
         order = ServePull(
@@ -118,6 +119,7 @@ def serve_orders(copies: Sequence[Copy]) -> list[tuple[PartWanted, ServePull]]:
             False,
             onward=hops,
             chunk_bytes=head.chunk_bytes if hops else 0,
+            attempt=head.part.attempt,
         )
         orders.append((head.part, order))
         at = end

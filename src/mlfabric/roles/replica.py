@@ -21,7 +21,6 @@ from mlfabric.messages import (
     AppliedIds,
     Promote,
     Promoted,
-    PullServed,
     ReplicaHas,
     ReplicaPart,
     ReplicaReport,
@@ -91,10 +90,9 @@ class Replica:
         return []
 
     def _sent(self, transfer: str, failed: bool) -> list[Action]:
-        pull = self._serving.sent(transfer)
-        if pull is None:
+        served = self._serving.sent(transfer, failed)
+        if served is None:
             return []
-        served = PullServed(pull, self._settings.shard.index, failed)
         return [Send(self._settings.scheduler, "scheduler", served), *self._serving.free_unused()]
 
     def end(self) -> list[Action]:

@@ -34,7 +34,6 @@ from mlfabric.messages import (
     LeadYielded,
     MemberUpdate,
     NotApplied,
-    PullServed,
     ReplicaAssigned,
     ReplicaHas,
     Replicate,
@@ -346,10 +345,8 @@ class Server:
         return self._serving.serve(self._standing.version, applying, self._lineup.places)
 
     def _sent(self, transfer: str, failed: bool = False) -> list[Action]:
-        pull = self._serving.sent(transfer)
-        if pull is None:
-            return []
-        return [self._tell(PullServed(pull, self._shard, failed)), *self._serving.free_unused()]
+        served = self._serving.sent(transfer, failed)
+        return [] if served is None else [self._tell(served), *self._serving.free_unused()]
 
     def _replicate(
         self, reason: str, now: float, rate: float | None = None, ahead: bool = False

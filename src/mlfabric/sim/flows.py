@@ -47,17 +47,23 @@ CRUMB_BYTES = 0.5
 def share_rates(flows: Sequence[Flow], capacity: Mapping[Link, float]) -> None:
     """Set every flow's rate: raise all alike, stop those whose pace or link is full, and with them whoever
     can't get ahead of them (progressive filling)."""
+    growing: list[Flow] = []
+    rising: set[int] = set()
+    held: dict[int, int] = {}  # flows that have caught up, and with whom; those come first
     for flow in flows:
         flow.rate = 0.0
-    flows = [flow for flow in flows if flow.room() >= -CRUMB_BYTES]
-    held = {id(flow): flow.ahead for flow in flows if flow.room() <= CRUMB_BYTES}
-    rising = {id(flow) for flow in flows}
-    left = {link: capacity[link] for flow in flows for link in flow.path}
+        room = flow.room()
+        if room <= CRUMB_BYTES:
+            held[id(flow)] = id(flow.ahead)
+            if room < -CRUMB_BYTES or id(flow.ahead) not in rising:
+                continue
+        growing.append(flow)
+        rising.add(id(flow))
+    left = {link: capacity[link] for flow in growing for link in flow.path}
     active: dict[Link, int] = dict.fromkeys(left, 0)
-    for flow in flows:
+    for flow in growing:
         for link in flow.path:
             active[link] += 1
-    growing = list(flows)
     level = 0.0
     while growing:
         rise = min(flow.pace - level for flow in growing)
@@ -71,8 +77,7 @@ def share_rates(flows: Sequence[Flow], capacity: Mapping[Link, float]) -> None:
         full = {link for link, users in active.items() if users and left[link] <= 1e-9 * capacity[link]}
         still = []
         for flow in growing:
-            ahead = held.get(id(flow))
-            slowed = ahead is not None and id(ahead) not in rising
+            slowed = held.get(id(flow), id(flow)) not in rising
             if slowed or flow.pace - level <= 1e-9 * level or not full.isdisjoint(flow.path):
                 flow.rate = level
                 rising.discard(id(flow))
