@@ -170,7 +170,7 @@ def test_a_relay_that_dies_costs_those_below_it_one_more_transfer(place: int, at
     victim = CHAIN[place]
     run = PullRun(workers=8, fault=(at * ALONE_S, lambda sim: sim.kill(victim))).run()
     run.check(but=(victim,))
-    assert max(run.took.values()) < (at + 2.0) * ALONE_S + 1.1  # or they ask again after a second
+    assert max(run.took.values()) < (at + 2.5) * ALONE_S
 
 
 @pytest.mark.parametrize("place", [0, 3])
@@ -195,7 +195,7 @@ def test_a_relay_whose_link_breaks_down_does_not_hold_up_those_below_it() -> Non
     run = PullRun(workers=8, fault=slow).run()
     others = {name for name in CHAIN if name != victim}
     assert others <= run.got.keys()
-    assert max(run.took[name] for name in others) < 15.0
+    assert max(run.took[name] for name in others) < 7.0
 
 
 def test_the_leader_of_a_chain_may_die() -> None:

@@ -100,8 +100,10 @@ class Pulls:
         return now < company_until and len(job.gathering) < min(job.together or workers, workers)
 
     def _alone_s(self, job: Job, sender: str, workers: int) -> float:
-        """How long the model takes to one worker; zero where the leaders could as well send it to all."""
+        """How long the model takes to one worker; zero where nobody would gain by company."""
         assert job.book is not None
+        if not job.book.entries.settings.aggregate:
+            return 0.0
         network, members = self._domain.network, self._domain.members
         here = members[sender].host
         from_hosts: Counter[str] = Counter()
@@ -167,9 +169,9 @@ class Pulls:
         assert job.book is not None
         fetch, shard = job.pulls[pull], job.book.shards[index]
         member = self._domain.members[fetch.node]
-        relays = "worker" in member.roles and fetch.node not in self._domain.draining
         attempt = fetch.broken[index]
-        may_relay = relays and not fetch.with_state and attempt < RELAYS_TRIED
+        may_relay = job.book.entries.settings.aggregate and not fetch.with_state and attempt < RELAYS_TRIED
+        may_relay &= "worker" in member.roles and fetch.node not in self._domain.draining
         size_bytes = shard.range.count * 4
         return PartWanted(pull, fetch.node, index, holder, size_bytes, shard.version, may_relay, attempt)
 
@@ -287,7 +289,8 @@ class Pulls:
         return [note, *self._deliver(job, parts, now)]
 
     def _look_for_late(self, job: Job, now: float) -> list[Action]:
-        """Relays that stand still. If the links have turned out slower than planned they get the time."""
+        """Relays that stand still: the first of them has to do without others, and they without it. If the
+        links have turned out slower than planned they get the time."""
         late = [
             (name, index)
             for name, fetch in job.pulls.items()
@@ -302,6 +305,7 @@ class Pulls:
             if until > now:
                 fetch.relayed[index] = (since, until)
             else:
+                fetch.broken[index] = max(fetch.broken[index], RELAYS_TRIED - 1)
                 broken.append((name, index))
         return self._serve_again(job, broken, "relays brought nothing in time", now) if broken else []
 
