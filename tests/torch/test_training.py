@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -562,3 +564,18 @@ def test_all_workers_of_a_job_train_in_the_same_way() -> None:
             fabric.close()
     assert len(said) == 1
     assert "the job's first worker trains" in said[0]
+
+
+def test_a_worker_starts_without_loading_the_compiler_of_torch() -> None:
+    """It takes a second, a third of the time in which a worker comes back."""
+    script = """
+import sys, torch, mlfabric.torch
+model = torch.nn.Linear(2, 1)
+kept = {"address": "127.0.0.1:0", "scheduler": True, "name": "w0", "expected": 1}
+with mlfabric.torch.join(model, ("SGD", {"lr": 0.1}), **kept) as training:
+    model(torch.ones(1, 2)).sum().backward()
+    training.step()
+    assert "torch._dynamo" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
