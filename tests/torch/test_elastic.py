@@ -88,8 +88,8 @@ def test_a_killed_worker_is_restarted_and_rejoins_while_others_go_on(tmp_path: P
         if name != victim:
             pauses[name] = max(b - a for a, b in itertools.pairwise(times) if b > died - 1)
     print(
-        f"{victim} trained again {back - died:.1f} s after its death: {began - died:.1f} s until its next life "
-        f"began, {joins - began:.1f} s to load torch, {back - joins:.1f} s to join and to make a step; "
+        f"{victim} trained again {back - died:.1f} s after its death: {began - died:.1f} s until its next "
+        f"life, {joins - began:.1f} s to load torch, {back - joins:.1f} s to join and to make a step; "
         f"longest pauses of the others {pauses}"
     )
     assert codes == dict.fromkeys(codes, 0)

@@ -579,3 +579,32 @@ with mlfabric.torch.join(model, ("SGD", {"lr": 0.1}), **kept) as training:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp", "backup", "local"])
+def test_workers_close_when_they_are_through_and_the_others_go_on(mode: Any) -> None:
+    """Every one of them serves a part of the model, without replicas, and the first to leave schedules."""
+    steps = (4, 12, 24)
+    fabrics = fabrics_of(len(steps))
+    models = [make_model(rank) for rank in range(len(steps))]
+    made = [0] * len(steps)
+
+    def work(rank: int, fabric: Fabric) -> None:
+        wishes: dict[str, Any] = {"divergence": None, "shards": 3, "fabric": fabric}
+        if mode == "local":
+            wishes["local_steps"] = 2
+        training = join(models[rank], ("SGD", {"lr": 0.05}), mode, **wishes)
+        for batch in batches(rank, steps[rank]):
+            loss_of(models[rank], batch).backward()
+            training.step()
+            made[rank] += 1
+        training.close()
+
+    try:
+        in_threads(fabrics, work)
+    finally:
+        for fabric in reversed(fabrics):
+            fabric.close()
+    assert made == list(steps)
+    judge = batches(50, 4)
+    assert judged(models[2], judge) < judged(make_model(0), judge)
