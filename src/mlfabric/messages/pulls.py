@@ -35,7 +35,7 @@ class ServePull(Message, frozen=True):
     after_number: int | None = None  # a checkpoint: exactly the state after this number
     onward: tuple[Hop, ...] = ()  # who gets it from there
     chunk_bytes: int = 0  # to cut it into where it is passed on
-    attempt: int = 0  # how often it was on its way before
+    attempt: int = 0  # its number, for whoever hears how it went
 
 
 class PullServed(Message, frozen=True):

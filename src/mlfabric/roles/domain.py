@@ -49,6 +49,7 @@ class Fetch:
     through: dict[int, str] = field(default_factory=dict)  # shard -> pull that it is passed on from
     relayed: dict[int, tuple[float, float]] = field(default_factory=dict)  # shard -> (since, until when)
     broken: Counter[int] = field(default_factory=Counter)  # shard -> how often it did not come
+    attempts: dict[int, int] = field(default_factory=dict)  # shard -> number of the last
 
 
 @dataclass(slots=True)
@@ -76,6 +77,7 @@ class Job:
     gathering: dict[str, tuple[str, PullWanted]] = field(default_factory=dict)  # pulls to be served together
     gather_until: tuple[float, float] | None = None  # for company; until those before them have been sent to
     together: int = 0  # pulls that were under way at once, the last time; 0: nobody has asked yet
+    attempts: int = 0  # parts of models that were sent or are to be
     groups: Groups = field(default_factory=Groups)
     promoting: dict[int, tuple[str, str]] = field(default_factory=dict)  # shard -> (replica, reason)
     changes: dict[int, LeaderChanged] = field(default_factory=dict)  # the last per shard

@@ -2,19 +2,17 @@
 
 The model comes from the leaders. A worker's first one comes, while others train, from whoever holds it
 nearest by: the leader or its replica. Those who ask at about the same time are served together: where that
-is faster they pass the model on to each other (`roles.relaying`). So are those who come while the leaders'
-uplinks are taken by others; a worker that asks alone is served at once.
+is faster they pass the model on to each other (`roles.relaying`). `roles.sharing` says who waits for whom.
 
 What a relay fails to bring is served again, to all below it: by relays once more, then by its holder alone.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from mlfabric.messages import AppliedReport, PullFailed, PullServed, PullWanted, Replicate, ServePull
-from mlfabric.plan.distribution import WORTH
 from mlfabric.plan.values import Reserved
 from mlfabric.roles.actions import Action, Note, Send
 from mlfabric.roles.domain import Domain, Fetch, Job
@@ -22,18 +20,12 @@ from mlfabric.roles.entries import ShardBook
 from mlfabric.roles.pace import Pace
 from mlfabric.roles.relaying import Copy, PartWanted, relay_copies, serve_orders
 from mlfabric.roles.release import MAX_RATE, remainder
+from mlfabric.roles.sharing import Sharing
 from mlfabric.topology import Link
 from mlfabric.units import format_time
 
 # A replica is brought up to date in spare time once it has used up this share of its bound.
 SPARE_SHARE = 0.5
-# Whoever asks for the model waits for others this share of the time it takes, and no longer than this: that
-# is what it loses if nobody comes. A model that is there sooner than the least is not worth a relay.
-WAIT_SHARE = 0.05
-WAIT_MOST_S = 0.1
-LEAST_S = 0.01
-# A leader that sends models at more than this share of what its uplink can is busy.
-BUSY_SHARE = 0.5
 # What was not brought by relays so often comes from its holder.
 RELAYS_TRIED = 2
 # A relay's bytes are late when they take so many times as long as the links should need, and a while more: a
@@ -45,6 +37,7 @@ LATE_S = 3.0
 class Pulls:
     def __init__(self, domain: Domain) -> None:
         self._domain = domain
+        self._sharing = Sharing(domain)
 
     def pull(self, job: Job, sender: str, message: PullWanted, now: float) -> list[Action]:
         if job.failed is not None:
@@ -54,6 +47,8 @@ class Pulls:
             return []
         if message.shards:  # the rest of a pull that is under way
             held = message.pull in job.gathering or (job.pace is not None and job.pace.holds(message.pull))
+            if message.pull in job.pulls:
+                job.pulls[message.pull].broken.update(message.shards)
             return [] if held else self._serve(job, [(sender, message)], now)
         if job.book.entries.has_open(sender):
             job.demand.alongside = True
@@ -79,63 +74,18 @@ class Pulls:
             job.gathering |= {pull.pull: (node, pull) for node, pull in due if pull.clock >= 0}
             for each in due:
                 actions += self._serve(job, [each], now) if each[1].clock < 0 else []
-        if not job.gathering or self._waits_for_company(job, now):
+        if not job.gathering or self._sharing.waits(job, now):
             return actions
         batch, job.gathering, job.gather_until = list(job.gathering.values()), {}, None
         actions += self._serve(job, batch, now)
         job.together = max(len(job.pulls), 1)
         return actions
 
-    def _waits_for_company(self, job: Job, now: float) -> bool:
-        """Whether those who want the model should wait for others: as many as came together the last time.
-        While a leader is busy sending to somebody else there is no hurry either: it would only be shared."""
-        workers = len(self._domain.workers(job))
-        if job.gather_until is None:
-            sender, _ = next(iter(job.gathering.values()))
-            alone_s = self._alone_s(job, sender, workers)
-            job.gather_until = (now + min(WAIT_SHARE * alone_s, WAIT_MOST_S), now + alone_s)
-        company_until, free_until = job.gather_until
-        if now < free_until and self._leaders_are_busy(job):
-            return True
-        return now < company_until and len(job.gathering) < min(job.together or workers, workers)
-
-    def _alone_s(self, job: Job, sender: str, workers: int) -> float:
-        """How long the model takes to one worker; zero where nobody would gain by company."""
-        assert job.book is not None
-        if not job.book.entries.settings.aggregate:
-            return 0.0
-        network, members = self._domain.network, self._domain.members
-        here = members[sender].host
-        from_hosts: Counter[str] = Counter()
-        for shard in job.book.shards.values():
-            if shard.range.leader in members:
-                from_hosts[members[shard.range.leader].host] += shard.range.count * 4
-        del from_hosts[here]
-        alone_s = max((size / network.rate(host, here) for host, size in from_hosts.items()), default=0.0)
-        alone_s = max(alone_s, sum(from_hosts.values()) / network.hosts[here].down_bytes_per_s)
-        all_s = [workers * size / network.hosts[host].up_bytes_per_s for host, size in from_hosts.items()]
-        return 0.0 if alone_s < LEAST_S or WORTH * max(all_s) <= alone_s else alone_s
-
-    def _leaders_are_busy(self, job: Job) -> bool:
-        """Whether an uplink of theirs is taken by models on their way."""
-        assert job.book is not None
-        members, network = self._domain.members, self._domain.network
-        leaders = (shard.range.leader for shard in job.book.shards.values())
-        hosts = {members[leader].host for leader in leaders if leader in members}
-        taken: dict[str, float] = defaultdict(float)
-        for fetch in job.pulls.values():
-            for reserved, _ in fetch.reserved.values():
-                taken[reserved.source] += reserved.rate_bytes_per_s
-        return any(taken[host] > BUSY_SHARE * network.hosts[host].up_bytes_per_s for host in hosts)
-
     def deadlines(self, job: Job) -> list[float]:
         if job.book is None or job.failed is not None:
             return []
         times = [at for fetch in job.pulls.values() for _, at in fetch.relayed.values()]
-        if job.gather_until is not None:
-            company_until, free_until = job.gather_until
-            times.append(free_until if self._leaders_are_busy(job) else company_until)
-        return times
+        return times + self._sharing.deadlines(job)
 
     # --- serving ----------------------------------------------------------------------------------------
 
@@ -169,11 +119,13 @@ class Pulls:
         assert job.book is not None
         fetch, shard = job.pulls[pull], job.book.shards[index]
         member = self._domain.members[fetch.node]
-        attempt = fetch.broken[index]
-        may_relay = job.book.entries.settings.aggregate and not fetch.with_state and attempt < RELAYS_TRIED
-        may_relay &= "worker" in member.roles and fetch.node not in self._domain.draining
+        helps = "worker" in member.roles and fetch.node not in self._domain.draining
+        helps = helps and job.book.entries.settings.aggregate
+        may_relay = helps and not fetch.with_state and fetch.broken[index] < RELAYS_TRIED
         size_bytes = shard.range.count * 4
-        return PartWanted(pull, fetch.node, index, holder, size_bytes, shard.version, may_relay, attempt)
+        job.attempts += 1
+        fetch.attempts[index] = job.attempts
+        return PartWanted(pull, fetch.node, index, holder, size_bytes, shard.version, may_relay, job.attempts)
 
     def _deliver(
         self, job: Job, parts: Sequence[PartWanted], now: float, after: int | None = None
@@ -347,14 +299,15 @@ class Pulls:
         them: those who were to get them from a relay are served again at once."""
         name, index = message.pull, message.shard
         fetch = job.pulls.get(name)
-        if fetch is None or (message.failed and fetch.broken[index] != message.attempt):
+        if not message.failed:
+            self._part_ended(job, name, index, now)
+            return []
+        if fetch is None or fetch.attempts.get(index) != message.attempt:
             return []  # it is on its way again
-        if message.failed and index in fetch.through:
+        if index in fetch.through:
             return self._serve_again(job, [(name, index)], f"{sender} could not pass them on", now)
         below = [other for other, each in job.pulls.items() if each.through.get(index) == name]
         self._part_ended(job, name, index, now)
-        if not message.failed:
-            return []
         return self._serve_again(
             job, [(other, index) for other in below], f"{sender} could not send them", now
         )
