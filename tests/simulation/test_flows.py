@@ -113,3 +113,25 @@ def test_nobody_is_asked_to_share_with_nobody() -> None:
     lone = Flow("f", (Link("a", "up"),), 1.0, pace=0.25)
     share_rates([lone], {Link("a", "up"): 1.0})
     assert lone.rate == 0.25
+
+
+def test_what_is_passed_on_stays_a_chunk_behind_and_is_no_faster() -> None:
+    up, down, other = Link("a", "up"), Link("b", "up"), Link("c", "up")
+    first = Flow("first", (up,), 100.0, pace=2.0)
+    second = Flow("second", (down,), 100.0, ahead=first, chunk=10.0)
+    third = Flow("third", (other,), 100.0, ahead=second, chunk=10.0)
+    flows, capacity = [first, second, third], {up: 4.0, down: 8.0, other: 1.0}
+    share_rates(flows, capacity)
+    assert [flow.rate for flow in flows] == [2.0, 0.0, 0.0]
+    assert second.changes_in_s() == pytest.approx(5.0)
+    first.remaining = 90.0
+    share_rates(flows, capacity)
+    assert [flow.rate for flow in flows] == [2.0, 2.0, 0.0]
+    first.remaining, second.remaining = 50.0, 80.0  # it fell behind: it may catch up
+    share_rates(flows, capacity)
+    assert [flow.rate for flow in flows] == [2.0, 8.0, 1.0]
+    assert second.changes_in_s() == pytest.approx(20.0 / 6.0)
+    share_rates(flows[1:], capacity)  # the first has broken off
+    second.remaining = 60.0
+    share_rates(flows[1:], capacity)
+    assert second.rate == 0.0

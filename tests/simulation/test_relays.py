@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import pytest
@@ -155,27 +156,25 @@ def test_slow_links_hold_up_nobody_else() -> None:
     assert max(run.took.values()) < 12 * ALONE_S
 
 
-def chain_of(run: PullRun) -> list[str]:
-    """Workers in the order in which they get the model from each other."""
+@cache
+def chain() -> list[str]:
+    """Eight workers in the order in which they get the model from each other."""
+    run = PullRun(workers=8).run()
     onward = {
-        record.node: [hop.node for hop in record.record.onward]
+        record.node: record.record.onward[0].node
         for record in run.log.records
         if isinstance(record.record, AcceptTransfer) and record.record.onward
     }
-    below = {node for nodes in onward.values() for node in nodes}
-    chain = [next(node for node in onward if node not in below)]
-    while chain[-1] in onward:
-        chain.append(onward[chain[-1]][0])
-    return chain
-
-
-CHAIN = chain_of(PullRun(workers=8).run())
+    order = [next(node for node in onward if node not in onward.values())]
+    while order[-1] in onward:
+        order.append(onward[order[-1]])
+    return order
 
 
 @pytest.mark.parametrize("place", [0, 3, 6])
 @pytest.mark.parametrize("at", [0.01, 0.4, 1.01])
 def test_a_relay_that_dies_costs_those_below_it_one_more_transfer(place: int, at: float) -> None:
-    victim = CHAIN[place]
+    victim = chain()[place]
     run = PullRun(workers=8, fault=(at * ALONE_S, lambda sim: sim.kill(victim))).run()
     run.check(but=(victim,))
     assert max(run.took.values()) < (at + 2.5) * ALONE_S
@@ -183,7 +182,7 @@ def test_a_relay_that_dies_costs_those_below_it_one_more_transfer(place: int, at
 
 @pytest.mark.parametrize("place", [0, 3])
 def test_a_relay_that_is_stopped_is_given_up_in_time(place: int) -> None:
-    victim = CHAIN[place]
+    victim = chain()[place]
     run = PullRun(workers=8, fault=(0.4 * ALONE_S, lambda sim: sim.stall(victim))).run()
     run.check(but=(victim,), leftovers=True)  # here nobody's connection to it ever ends
     assert max(run.took.values()) < 10.0
@@ -191,17 +190,17 @@ def test_a_relay_that_is_stopped_is_given_up_in_time(place: int) -> None:
 
 @pytest.mark.parametrize("what", ["pause", "cut"])
 def test_a_relay_that_is_away_for_a_while_gets_it_too(what: str) -> None:
-    victim = CHAIN[2]
+    victim = chain()[2]
     run = PullRun(workers=8, fault=(0.4 * ALONE_S, lambda sim: getattr(sim, what)(victim, 2.0))).run()
     run.check()
 
 
 def test_a_relay_whose_link_breaks_down_does_not_hold_up_those_below_it() -> None:
     """Nobody learns of it here but by its silence."""
-    victim = CHAIN[1]
+    victim = chain()[1]
     slow = (0.2 * ALONE_S, lambda sim: sim.set_rate(f"h-{victim}", RATE / 1000, RATE / 1000))
     run = PullRun(workers=8, fault=slow).run()
-    others = {name for name in CHAIN if name != victim}
+    others = {name for name in chain() if name != victim}
     assert others <= run.got.keys()
     assert max(run.took[name] for name in others) < 7.0
 

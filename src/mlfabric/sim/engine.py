@@ -397,8 +397,12 @@ class Simulation:
             for key, t in self._transfers.items()
             if t.under_way and t.flow.remaining <= max(1e-6, 1e-9 * t.payload.nbytes)
         ]
+        complete = {id(transfer.flow) for _, transfer in done}
         for key, _ in done:
             del self._transfers[key]
+        for transfer in self._transfers.values():
+            if id(transfer.flow.ahead) in complete:
+                transfer.flow.ahead = None
         landed = [moving for moving in self._frames.values() if moving.flow.remaining <= 1e-3]
         for moving in landed:
             del self._frames[moving.source, moving.target]

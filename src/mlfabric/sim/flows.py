@@ -24,7 +24,7 @@ class Flow:
 
     def room(self) -> float:
         """How far it may catch up; below zero it has to wait. Infinite where nothing is ahead."""
-        if self.ahead is None or self.ahead.remaining <= CRUMB_BYTES:
+        if self.ahead is None:
             return float("inf")
         return self.remaining - self.ahead.remaining - self.chunk
 
