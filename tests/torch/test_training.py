@@ -542,30 +542,6 @@ def test_a_checkpoint_of_another_model_is_refused() -> None:
         join(make_model(), ("SGD", {"lr": 0.1}), resume={}, **alone())
 
 
-def test_all_workers_of_a_job_train_in_the_same_way() -> None:
-    fabrics = fabrics_of(2)
-    modes: Any = ["ssp", "async"]
-    said: list[str] = []
-
-    def work(rank: int, fabric: Fabric) -> None:
-        if rank:
-            first.wait(20)
-        try:
-            first.set()
-            join(make_model(), ("SGD", {"lr": 0.1}), modes[rank], fabric=fabric)
-        except FabricError as error:
-            said.append(str(error))
-
-    first = threading.Event()
-    try:
-        in_threads(fabrics, work)
-    finally:
-        for fabric in reversed(fabrics):
-            fabric.close()
-    assert len(said) == 1
-    assert "the job's first worker trains" in said[0]
-
-
 def test_a_worker_starts_without_loading_the_compiler_of_torch() -> None:
     """It takes a second, a third of the time in which a worker comes back."""
     script = """
