@@ -94,7 +94,7 @@ def test_parameter_groups_keep_their_own_settings() -> None:
 
 
 def train_together(
-    count: int, mode: Any, steps: int = 15, engine: str = "thread", **wishes: Any
+    count: int, mode: Any, steps: int = 15, engine: str = "thread", lr: float = 0.05, **wishes: Any
 ) -> list[Any]:
     """Workers in threads of their own; their models at the end."""
     models = [make_model(seed) for seed in range(count)]
@@ -111,7 +111,7 @@ def train_together(
 
     def work(rank: int) -> None:
         try:
-            training = join(models[rank], ("SGD", {"lr": 0.05}), mode, fabric=fabrics[rank], **wishes)
+            training = join(models[rank], ("SGD", {"lr": lr}), mode, fabric=fabrics[rank], **wishes)
             for batch in batches(rank, steps):
                 loss_of(models[rank], batch).backward()
                 training.step()
@@ -138,7 +138,9 @@ def train_together(
     [("after", "thread"), ("alongside", "thread"), ("overlapped", "thread"), ("overlapped", "process")],
 )
 def test_workers_end_with_the_model_that_all_of_them_trained(pull: str, engine: str) -> None:
-    models = train_together(3, "async", engine=engine, pull=pull)
+    # Plain SGD by gradients that are four updates late, which the bound allows, goes astray here at 0.05; at
+    # 0.02 it does not even at ten.
+    models = train_together(3, "async", steps=25, engine=engine, lr=0.02, pull=pull)
     judge = batches(50, 4)
     assert judged(models[0], judge) < 0.7 * judged(make_model(0), judge)
 
