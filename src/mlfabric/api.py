@@ -203,7 +203,13 @@ class Fabric:
             if wait_for > 1 and not isinstance(rule, Rounds):
                 rule = Rounds(wait_for, rule)
         answer = self._client.publish(arrays, rule, settings, state or None, version, _specs(parts))
-        _wait(answer, timeout, "the model is not in place; are all members of the job here?")
+        _wait(answer, timeout, self._who_is_here)
+
+    def _who_is_here(self) -> str:
+        here = sorted(self._engine.workers)
+        wanted = f"{self.expected} members" if self.expected > len(here) else "by one of them more"
+        come = f"{len(here)} workers have come ({', '.join(here)})"
+        return f"the model is not in place: {come}, and {wanted} are expected"
 
     def pull(self, timeout: float | None = PATIENCE_S, aside: bool = False) -> Model:
         """The freshest model. A worker's first one, while others train, may come from a replica nearer by."""

@@ -393,7 +393,7 @@ def join(
             "outer": outer,
         },
     )
-    joined = fabric if fabric is not None else join_fabric(**membership)
+    joined = fabric if fabric is not None else join_fabric(timeout=timeout, **membership)
     try:
         return Training(joined, model, optimizer, wishes, timeout, resume)
     except BaseException as error:
