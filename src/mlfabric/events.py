@@ -107,6 +107,7 @@ class PublishRequested(Event, frozen=True):
     dtype: str
     state_vectors: int = 0
     version: int = 0
+    parts: tuple[ArraySpec, ...] = ()
 
 
 class UpdateSubmitted(Event, frozen=True):

@@ -97,10 +97,13 @@ class Connection:
         self._held.clear()
 
     def cancel(self, transfer: str) -> bool:
-        """Stop sending a transfer; at a chunk's end if it has begun."""
+        """Stop sending a transfer; at a chunk's end if it has begun. Its memory is free at once: the rest of
+        a chunk whose beginning is on its way is kept here."""
         for sending in self.sendings:
             if sending.transfer == transfer:
                 sending.aborted = True
+                if sending is self._current:
+                    self._buffers = [memoryview(bytes(buffer)) for buffer in self._buffers]
                 return True
         return False
 
