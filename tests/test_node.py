@@ -44,7 +44,13 @@ class Keeper:
         pass
 
     def start_transfer(
-        self, node: str, header: TransferHeader, payload: Vector, rate_bytes_per_s: float | None
+        self,
+        node: str,
+        header: TransferHeader,
+        payload: Vector,
+        rate_bytes_per_s: float | None,
+        chunk_bytes: int = 0,
+        follows: str = "",
     ) -> None:
         self.started.append(header.transfer)
 

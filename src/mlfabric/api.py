@@ -163,6 +163,9 @@ class Fabric:
         """Give the job its model and the rule it is updated by. The first caller's count; others must agree
         in names and shapes. A checkpoint from `state_dict` is resumed.
 
+        With `aggregate` members help each other: they sum updates on their way to the servers and pass the
+        model on to others that want it at the same time.
+
         `codec` is how updates travel: float32, bfloat16, float16, int8 or topk. What it loses stays with the
         worker and goes with its next update.
 

@@ -298,8 +298,8 @@ class Client:
                 self._answer(update, Dropped(reason, late))
             case ResolveDurable(update=update, error=error):
                 self._answer(f"durable/{update}", None, error)
-            case ResolvePull(pull=pull, versions=versions, error=error):
-                self._pulled(pull, versions, error)
+            case ResolvePull():
+                self._pulled(action)
             case RefuseNew(reason=reason):
                 self.refused = reason
             case FailJob(reason=reason):
@@ -319,17 +319,23 @@ class Client:
             with self._lock:
                 self._feedback.settle(update, applied)
 
-    def _pulled(self, pull: str, versions: tuple[Version, ...], error: str | None) -> None:
-        if error is not None:
-            self._answer(pull, None, error)
+    def _pulled(self, action: ResolvePull) -> None:
+        if action.error is not None:
+            self._answer(action.pull, None, action.error)
             return
-        parts = [self._courier.take(f"pull/{pull}/{index}") for index in range(len(versions))]
-        self._answer(pull, (parts, versions))
+        count = len(action.versions)
+        parts = [self._courier.take(f"pull/{action.pull}/{index}") for index in range(count)]
+        if action.lent:
+            parts = [part.view() for part in parts]
+            for part in parts:
+                part.flags.writeable = False
+        self._answer(action.pull, (parts, action.versions))
 
     def unpack(self, parts: list[Vector], versions: tuple[Version, ...]) -> Model:
         """A pull's shards put together; the caller's thread does the copying."""
         layout = self._known_layout()
-        return Model(layout.unpack(parts[0] if len(parts) == 1 else np.concatenate(parts)), versions)
+        ours = len(parts) == 1 and parts[0].flags.writeable
+        return Model(layout.unpack(parts[0] if ours else np.concatenate(parts)), versions)
 
     def unpack_state(self, parts: list[Vector]) -> list[dict[str, Vector]]:
         """The arrays of a pull with optimizer state: the weights first, then each state vector."""

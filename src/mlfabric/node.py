@@ -113,8 +113,17 @@ class Driver(Protocol):
 
     def send(self, node: str, role: str, message: ControlMessage, cause: str) -> None: ...
     def start_transfer(
-        self, node: str, header: TransferHeader, payload: Vector, rate_bytes_per_s: float | None
-    ) -> None: ...
+        self,
+        node: str,
+        header: TransferHeader,
+        payload: Vector,
+        rate_bytes_per_s: float | None,
+        chunk_bytes: int = 0,
+        follows: str = "",
+    ) -> None:
+        """Send bytes; those that an incoming transfer brings (`follows`) as they come."""
+        ...
+
     def cancel_transfer(self, transfer: str) -> None: ...
     def form_group(self, number: int, name: str, nodes: tuple[str, ...]) -> None: ...
     def adopt_shares(self, shares: SharesPlanned) -> None: ...
@@ -365,7 +374,9 @@ class Node:
         if action.node == self.name:
             self._copy_here(header, payload)
         else:
-            self._driver.start_transfer(action.node, header, payload, action.rate_bytes_per_s)
+            self._driver.start_transfer(
+                action.node, header, payload, action.rate_bytes_per_s, action.chunk_bytes
+            )
 
     def _copy_here(self, header: TransferHeader, payload: Vector) -> None:
         """A transfer inside the node: the receiving role decides in its turn, then the bytes are copied."""
@@ -392,13 +403,24 @@ class Node:
         payload = self._local.pop(action.transfer, None)
         if payload is None:
             self._places[action.transfer] = place
+            self._pass_on(role, action, place, action.transfer, cause)
             return
         place[:] = payload
+        self._pass_on(role, action, place, "", cause)
         del self._incoming[action.transfer]
         self._queue.append((role, TransferFinished(action.transfer), cause))
         sending = self._outgoing.pop(action.transfer, None)
         if sending is not None:
             self._queue.append((sending, TransferSent(action.transfer), cause))
+
+    def _pass_on(self, role: str, action: AcceptTransfer, place: Vector, follows: str, cause: str) -> None:
+        kind = self._incoming[action.transfer][2].dtype
+        for hop in action.onward:
+            header = TransferHeader(hop.transfer, hop.role, place.nbytes, kind, hop.about, cause)
+            self._outgoing[hop.transfer] = role
+            self._driver.start_transfer(
+                hop.node, header, place, hop.rate_bytes_per_s, hop.chunk_bytes, follows
+            )
 
     def _refuse(self, transfer: str, reason: str, cause: str) -> None:
         if transfer not in self._incoming:

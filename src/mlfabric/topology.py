@@ -76,15 +76,15 @@ class Network:
         return [Link(owner, way) for owner in (*self.hosts, *self.racks) for way in ("up", "down")]
 
     def path(self, source: str, target: str) -> tuple[Link, ...]:
-        """The links a transfer crosses, in order; empty inside one host."""
+        """The links a transfer crosses, in order; empty inside one host. A rack of unknown rate has none."""
         if source == target:
             return ()
         here, there = self.hosts[source], self.hosts[target]
         crossing: tuple[Link, ...] = ()
         if here.rack != there.rack:
-            if here.rack is not None:
+            if here.rack is not None and here.rack in self.racks:
                 crossing += (Link(here.rack, "up"),)
-            if there.rack is not None:
+            if there.rack is not None and there.rack in self.racks:
                 crossing += (Link(there.rack, "down"),)
         return (Link(source, "up"), *crossing, Link(target, "down"))
 

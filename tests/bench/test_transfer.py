@@ -55,7 +55,9 @@ def test_the_prediction_counts_transfer_times() -> None:
     each_s = 1_000_000 / goodput(200e6)
     assert predict_push(network, "h0", workers, 1_000_000) == pytest.approx(4 * each_s)
     assert predict_push(network, "h0", workers, 1_000_000, aggregate=False) == pytest.approx(8 * each_s)
-    assert predict_pull(network, "h0", workers, 1_000_000) == pytest.approx(8 * each_s)
+    assert predict_pull(network, "h0", workers, 1_000_000, relay=False) == pytest.approx(8 * each_s)
+    chunk = 1_000_000 / 32  # seven more of them after the first copy
+    assert predict_pull(network, "h0", workers, 1_000_000) == pytest.approx((1 + 7 * chunk / 1e6) * each_s)
 
 
 def test_a_wish_that_makes_no_sense_is_refused() -> None:

@@ -21,7 +21,7 @@ from mlfabric.numerics import Vector
 from mlfabric.roles.actions import Note
 from mlfabric.rules import Sum
 from mlfabric.sim.engine import Process, SimNode, Simulation
-from mlfabric.topology import Host, Network
+from mlfabric.topology import Host, Network, Rack
 
 
 @dataclass
@@ -39,6 +39,7 @@ class LedgerRun:
     compute_s: float = 0.02
     rates: tuple[float, ...] = (1e6, 2e6, 3e6)
     elements: int = 2000
+    racks: int = 0  # that they are dealt over
     aggregate: bool = True
     # (seconds after the model is in place, a fault of `Simulation`, node, how long it lasts)
     faults: tuple[tuple[Any, ...], ...] = ()
@@ -70,7 +71,11 @@ class LedgerRun:
         replicas = [f"r{i}" for i in range(self.replicas)]
         everybody = [*names, *helpers, *servers, *replicas]
         rates = [self.rates[i % len(self.rates)] for i in range(len(everybody))]
-        network = Network.of(Host(n, r, r) for n, r in zip(everybody, rates, strict=True))
+        places = [f"rack{i % self.racks}" if self.racks else None for i in range(len(everybody))]
+        network = Network.of(
+            (Host(n, r, r, place) for n, r, place in zip(everybody, rates, places, strict=True)),
+            (Rack(place, 1e9, 1e9) for place in dict.fromkeys(places) if place is not None),
+        )
         self.sim = Simulation(network, log=self.log)
         self.scheduler = "w0" if self.embed else "sched"
         self.sim.add_scheduler(self.scheduler, "w0")

@@ -69,10 +69,11 @@ def pull(
     size: _Size = None,
     rounds: _Rounds = 8,
     idle: _Idle = 0.2,
+    direct: Annotated[bool, typer.Option(help="Have every copy sent by the server.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Time rounds in which every worker pulls the model from the server."""
-    _run("pull", lab, rate, slow or [], delay, size, rounds, idle, as_json)
+    """Time rounds in which every worker pulls the model, which workers pass on to each other."""
+    _run("pull", lab, rate, slow or [], delay, size, rounds, idle, as_json, aggregate=not direct)
 
 
 def _run(
@@ -115,7 +116,8 @@ def summarise(
 
     def predict(network: Network) -> float:
         places = (network, report.server, report.workers, times.size_bytes)
-        return predict_push(*places, order.aggregate) if order.kind == "push" else predict_pull(*places)
+        predicted = predict_push if order.kind == "push" else predict_pull
+        return predicted(*places, order.aggregate)
 
     typical = spread(times.seconds)
     believed = [predict(_network(beliefs)) for beliefs in times.beliefs]

@@ -42,7 +42,7 @@ class TransferOrder(msgspec.Struct, frozen=True):
     sizes: list[int]
     rounds: int
     idle_s: float
-    aggregate: bool = True
+    aggregate: bool = True  # workers sum for others, or pass the model on
 
 
 class Belief(msgspec.Struct, frozen=True):

@@ -73,7 +73,7 @@ from mlfabric.messages.operating import (
     StatusReport,
     StatusWanted,
 )
-from mlfabric.messages.pulls import PullFailed, PullServed, PullWanted, ServePull
+from mlfabric.messages.pulls import Hop, PullFailed, PullServed, PullWanted, ServePull, split_onward
 from mlfabric.messages.succession import NewTerm, Register, Rejoin, Reported, VoteGiven, VoteWanted
 from mlfabric.messages.transfers import (
     Aggregate,
@@ -180,6 +180,7 @@ __all__ = [
     "GroupWanted",
     "Heartbeat",
     "HeartbeatSeen",
+    "Hop",
     "InitialPart",
     "JobFailed",
     "JobKnown",
@@ -262,6 +263,7 @@ __all__ = [
     "WithdrawSlot",
     "YieldLead",
     "count_at",
+    "split_onward",
     "split_update_id",
     "update_id",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from mlfabric.messages.pulls import Hop
 from mlfabric.messages.updates import MemberUpdate
 from mlfabric.messages.words import AppliedIds, Message, StepSettings, Version
 
@@ -33,6 +34,8 @@ class ModelPart(Message, frozen=True):
     shard: int
     version: Version
     with_state: bool = False
+    onward: tuple[Hop, ...] = ()  # to whom the receiver passes it on
+    chunk_bytes: int = 0
 
 
 class InitialPart(Message, frozen=True):

@@ -115,9 +115,9 @@ def _beyond_uplink(network: Network, rack: str | None, shards: Sequence[Shard]) 
         server = network.hosts[shard.server]
         rate = server.down_bytes_per_s
         if rack != server.rack:
-            if rack is not None:
+            if rack is not None and rack in network.racks:
                 rate = min(rate, network.racks[rack].up_bytes_per_s)
-            if server.rack is not None:
+            if server.rack is not None and server.rack in network.racks:
                 rate = min(rate, network.racks[server.rack].down_bytes_per_s)
         slowest = max(slowest, shard.share / whole / rate if rate > 0 else math.inf)
     return slowest

@@ -143,7 +143,7 @@ class Ledger:
     def _open(self, name: str) -> Doors:
         host = self.network.hosts[name]
         core = None
-        if host.rack is not None:
+        if host.rack is not None and host.rack in self.network.racks:
             core = self._racks.get(host.rack) or self._open_rack(host.rack)
         self._doors[name] = doors = Doors(host, self.now_s, host.rack, core)
         return doors

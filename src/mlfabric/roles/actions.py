@@ -59,11 +59,23 @@ class StartTransfer(Action, frozen=True):
     ranges: tuple[tuple[int, int], ...] = ()  # none: the whole buffer
     scale: float = 1.0
     codec: str = ""  # of `mlfabric.codecs`; none: as the buffer is
+    chunk_bytes: int = 0  # to cut it into, where that matters to whoever gets it; 0: as suits the driver
 
 
 class CancelTransfer(Action, frozen=True):
     transfer: str
     reason: str
+
+
+class PassOn(msgspec.Struct, frozen=True):
+    """A transfer that sends on what another one brings, chunk by chunk as it comes."""
+
+    transfer: str
+    node: str
+    role: str
+    about: TransferAbout
+    rate_bytes_per_s: float
+    chunk_bytes: int
 
 
 class AcceptTransfer(Action, frozen=True):
@@ -72,6 +84,7 @@ class AcceptTransfer(Action, frozen=True):
     transfer: str
     buffer: str
     start: int | None = None
+    onward: tuple[PassOn, ...] = ()
 
 
 class RefuseTransfer(Action, frozen=True):
@@ -213,6 +226,7 @@ class ResolvePull(Action, frozen=True):
     pull: str
     versions: tuple[Version, ...] = ()
     error: str | None = None
+    lent: bool = False  # others still get their bytes from here: who wants to change them makes a copy
 
 
 class FormGroup(Action, frozen=True):

@@ -5,6 +5,7 @@ Its parts (`roles.admission`, `placing`, `failover`, `handover`, `pulls`, `resum
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import msgspec
@@ -37,13 +38,18 @@ HEAR_OTHERS_S = 0.1
 
 @dataclass(slots=True)
 class Fetch:
-    """A pull under way: whose, from whom each shard is still to come, and what that takes of the links."""
+    """A pull under way: whose, from whom each shard is still to come, and what that takes of the links. What
+    is passed on comes `through` another pull."""
 
     node: str
     sources: dict[int, str]  # shard -> node
     reserved: dict[int, tuple[Reserved, float]]  # shard -> (transfer, when it should end)
     with_state: bool = False
     held: set[int] = field(default_factory=set)  # shards that change hands; they are served then
+    through: dict[int, str] = field(default_factory=dict)  # shard -> pull that it is passed on from
+    relayed: dict[int, tuple[float, float]] = field(default_factory=dict)  # shard -> (since, until when)
+    broken: Counter[int] = field(default_factory=Counter)  # shard -> how often it did not come
+    attempts: dict[int, int] = field(default_factory=dict)  # shard -> number of the last
 
 
 @dataclass(slots=True)
@@ -68,6 +74,10 @@ class Job:
     ready: bool = False
     pulls: dict[str, Fetch] = field(default_factory=dict)
     early_pulls: list[tuple[str, PullWanted]] = field(default_factory=list)
+    gathering: dict[str, tuple[str, PullWanted]] = field(default_factory=dict)  # pulls to be served together
+    gather_until: tuple[float, float] | None = None  # for company; until those before them have been sent to
+    together: int = 0  # pulls that were under way at once, the last time; 0: nobody has asked yet
+    attempts: int = 0  # parts of models that were sent or are to be
     groups: Groups = field(default_factory=Groups)
     promoting: dict[int, tuple[str, str]] = field(default_factory=dict)  # shard -> (replica, reason)
     changes: dict[int, LeaderChanged] = field(default_factory=dict)  # the last per shard

@@ -49,7 +49,7 @@ class FailOver:
         for pull in [name for name, pulling in job.pulls.items() if pulling.node == node]:
             del job.pulls[pull]
         job.demand.forget(node)
-        rest = self._pulls.source_lost(job, node)
+        rest = self._pulls.source_lost(job, node, now)
         if job.pace is not None:
             job.pace.lost(node)
         actions += job.groups.lost(node, f"was lost ({reason})" if reason != LEFT else "left")

@@ -1,4 +1,9 @@
-"""A worker's side of pulls: parts of the model that come from those who hold its shards."""
+"""A worker's side of pulls: parts of the model that come from those who hold its shards.
+
+What comes with the names of others is passed on to them as it comes, whether it is wanted here or not. It
+belongs to the transfer that brings it: if that breaks off, so does what is passed on of it, and the
+scheduler hears of every part that will not arrive.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,17 @@ from dataclasses import dataclass, field
 import msgspec
 
 from mlfabric.events import TransferArriving
-from mlfabric.messages import ModelPart, PullWanted, ShardRange, Version
-from mlfabric.roles.actions import AcceptTransfer, Action, FreeBuffer, RefuseTransfer, ResolvePull, Send
+from mlfabric.messages import ModelPart, PullServed, PullWanted, ShardRange, Version, split_onward
+from mlfabric.roles.actions import (
+    AcceptTransfer,
+    Action,
+    CancelTransfer,
+    FreeBuffer,
+    PassOn,
+    RefuseTransfer,
+    ResolvePull,
+    Send,
+)
 
 
 @dataclass(slots=True)
@@ -20,11 +34,25 @@ class _Pull:
     retry_at: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Passing:
+    """A part on its way from us to somebody else."""
+
+    source: str  # transfer that brings it
+    ours: str  # pull that it is for, here
+    pull: str  # and there
+    shard: int
+    attempt: int
+
+
 class Fetching:
     def __init__(self, scheduler: str, shards: Mapping[int, ShardRange]) -> None:
         self._scheduler = scheduler
         self._shards = shards  # the worker's: as it knows them
         self._pulls: dict[str, _Pull] = {}
+        self._passing: dict[str, _Passing] = {}  # by transfer
+        self._unwanted: set[str] = set()  # transfers that are only passed on
+        self._sent = 0
         self.pulled_at = 0  # updates that had an outcome when the last model was asked for
         self.has_model = False
 
@@ -43,14 +71,48 @@ class Fetching:
 
     def accept(self, event: TransferArriving, about: ModelPart) -> list[Action]:
         pull = self._pulls.get(about.pull)
-        if pull is None or about.version.epoch < self._shards[about.shard].epoch:
+        known = self._shards.get(about.shard)
+        if known is None or about.version.epoch < known.epoch or (pull is None and not about.onward):
             return [RefuseTransfer(event.transfer, f"pull {about.pull} is not waited for")]
-        if about.shard in pull.versions:
-            return [RefuseTransfer(event.transfer, f"shard {about.shard} of {about.pull} is here already")]
-        # Asked for twice, after a fault: the second copy takes the first one's place.
-        pull.transfers = {t: of for t, of in pull.transfers.items() if of[0] != about.shard}
-        pull.transfers[event.transfer] = (about.shard, about.version)
-        return [AcceptTransfer(event.transfer, _pull_buffer(about.pull, about.shard))]
+        if pull is None or about.shard in pull.versions:
+            if not about.onward:
+                return [
+                    RefuseTransfer(event.transfer, f"shard {about.shard} of {about.pull} is here already")
+                ]
+            self._unwanted.add(event.transfer)
+            buffer = _passing_buffer(event.transfer)
+        else:
+            # Asked for twice, after a fault: the second copy takes the first one's place.
+            pull.transfers = {t: of for t, of in pull.transfers.items() if of[0] != about.shard}
+            pull.transfers[event.transfer] = (about.shard, about.version)
+            buffer = _pull_buffer(about.pull, about.shard)
+        return [AcceptTransfer(event.transfer, buffer, onward=self._pass_on(event.transfer, about))]
+
+    def _pass_on(self, transfer: str, about: ModelPart) -> tuple[PassOn, ...]:
+        onward = []
+        for hop, below in split_onward(about.onward):
+            self._sent += 1
+            version = f"{about.version.epoch}.{about.version.count}"
+            name = f"{hop.pull}/{about.shard}/{version}/{about.pull}.{self._sent}"
+            self._passing[name] = _Passing(transfer, about.pull, hop.pull, about.shard, hop.attempt)
+            part = msgspec.structs.replace(about, pull=hop.pull, onward=below)
+            onward.append(PassOn(name, hop.node, "worker", part, hop.rate_bytes_per_s, about.chunk_bytes))
+        return tuple(onward)
+
+    def passed_on(self, transfer: str, failed: bool = False) -> list[Action]:
+        """What we passed on has left, or failed to."""
+        passing = self._passing.pop(transfer, None)
+        if passing is None:
+            return []
+        served = PullServed(passing.pull, passing.shard, failed, passing.attempt)
+        return [Send(self._scheduler, "scheduler", served)]
+
+    def came(self, transfer: str) -> list[Action]:
+        """Nothing more comes of it. The driver holds what is still being passed on."""
+        if transfer not in self._unwanted:
+            return []
+        self._unwanted.discard(transfer)
+        return [FreeBuffer(_passing_buffer(transfer))]
 
     def arrived(self, transfer: str) -> ResolvePull | None:
         """The pull that is complete by it, if one is."""
@@ -65,15 +127,22 @@ class Fetching:
             self.pulled_at = max(self.pulled_at, pull.wanted.clock)
             del self._pulls[name]
             self.has_model = True
-            return ResolvePull(name, versions)
+            lent = any(passing.ours == name for passing in self._passing.values())
+            return ResolvePull(name, versions, lent=lent)
         return None
 
-    def failed(self, transfer: str, retry_at: float) -> None:
+    def failed(self, transfer: str, retry_at: float) -> list[Action]:
+        if transfer in self._passing:
+            return self.passed_on(transfer, failed=True)
+        actions = self.came(transfer)
+        for name in [name for name, passing in self._passing.items() if passing.source == transfer]:
+            actions += [CancelTransfer(name, "what it was to pass on broke off"), *self.passed_on(name, True)]
         for pull in self._pulls.values():
             gone = pull.transfers.pop(transfer, None)
             if gone is not None:
                 moved = gone[1].epoch < self._shards[gone[0]].epoch  # another leads by now: it can be asked
                 pull.retry_at = 0.0 if moved else retry_at
+        return actions
 
     def leader_silent(self, led: set[int], retry_at: float) -> None:
         for pull in self._pulls.values():
@@ -117,6 +186,10 @@ class Fetching:
 
     def deadlines(self) -> list[float]:
         return [pull.retry_at for pull in self._pulls.values() if pull.retry_at is not None]
+
+
+def _passing_buffer(transfer: str) -> str:
+    return f"passing/{transfer}"
 
 
 def _pull_buffer(pull: str, shard: int) -> str:

@@ -21,7 +21,6 @@ from mlfabric.messages import (
     AppliedIds,
     Promote,
     Promoted,
-    PullServed,
     ReplicaHas,
     ReplicaPart,
     ReplicaReport,
@@ -80,7 +79,7 @@ class Replica:
                 self._serving.wanted.append(wanted)
                 return self._serving.serve(self._version, False, ())
             case TransferSent(transfer=transfer) | TransferFailed(transfer=transfer):
-                return self._sent(transfer)
+                return self._sent(transfer, failed=isinstance(event, TransferFailed))
             case MessageReceived(message=Promote() as promote):
                 return self._promote(promote)
             case SchedulerChanged() if not self._promoted:
@@ -90,11 +89,10 @@ class Replica:
                 return [Send(self._settings.scheduler, "scheduler", report)]
         return []
 
-    def _sent(self, transfer: str) -> list[Action]:
-        pull = self._serving.sent(transfer)
-        if pull is None:
+    def _sent(self, transfer: str, failed: bool) -> list[Action]:
+        served = self._serving.sent(transfer, failed)
+        if served is None:
             return []
-        served = PullServed(pull, self._settings.shard.index)
         return [Send(self._settings.scheduler, "scheduler", served), *self._serving.free_unused()]
 
     def end(self) -> list[Action]:

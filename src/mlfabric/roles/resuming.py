@@ -124,6 +124,8 @@ class Resuming:
         job.moving.clear()
         job.late.clear()
         job.pulls.clear()
+        job.gathering.clear()
+        job.gather_until = None
         job.pace = None
         actions: list[Action] = []
         for range_ in reports.ready.shards:

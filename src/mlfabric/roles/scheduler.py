@@ -186,8 +186,8 @@ class Scheduler:
                 book.not_applied(shard, update, now)
             case SlotWithdrawn():
                 return book.withdrawing.withdrawn(message, now)
-            case PullServed(pull=pull, shard=shard):
-                self._pulls.pull_served(job, pull, shard, now)
+            case PullServed():
+                return self._pulls.pull_served(job, sender, message, now)
             case ShardReady():
                 return self._placing.shard_ready(job, message, now)
             case Promoted():
@@ -300,7 +300,7 @@ class Scheduler:
                 times.append(job.book.entries.plan_at)
             if job.ending is not None:
                 times.append(job.ending)
-            times += job.groups.deadlines()
+            times += [*job.groups.deadlines(), *self._pulls.deadlines(job)]
             if job.look_at is not None:
                 times.append(job.look_at)
         return min(times, default=None)

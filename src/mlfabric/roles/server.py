@@ -34,7 +34,6 @@ from mlfabric.messages import (
     LeadYielded,
     MemberUpdate,
     NotApplied,
-    PullServed,
     ReplicaAssigned,
     ReplicaHas,
     Replicate,
@@ -197,7 +196,7 @@ class Server:
 
     def _failed(self, transfer: str, reason: str, now: float) -> list[Action]:
         if self._serving.is_transfer(transfer):
-            return self._sent(transfer)
+            return self._sent(transfer, failed=True)
         if self._link.is_transfer(transfer):
             return self._link.broke(now)
         return self._parcels.failed(transfer)
@@ -345,11 +344,9 @@ class Server:
         applying = self._staged is not None
         return self._serving.serve(self._standing.version, applying, self._lineup.places)
 
-    def _sent(self, transfer: str) -> list[Action]:
-        pull = self._serving.sent(transfer)
-        if pull is None:
-            return []
-        return [self._tell(PullServed(pull, self._shard)), *self._serving.free_unused()]
+    def _sent(self, transfer: str, failed: bool = False) -> list[Action]:
+        served = self._serving.sent(transfer, failed)
+        return [] if served is None else [self._tell(served), *self._serving.free_unused()]
 
     def _replicate(
         self, reason: str, now: float, rate: float | None = None, ahead: bool = False

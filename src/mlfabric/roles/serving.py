@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mlfabric.messages import ModelPart, ServePull, Version
+from mlfabric.messages import ModelPart, PullServed, ServePull, Version
 from mlfabric.roles.actions import Action, CancelTransfer, FreeBuffer, SnapshotShard, StartTransfer
 
 
@@ -25,7 +25,7 @@ class Serving:
         self.epoch = epoch
         self.wanted: list[ServePull] = []  # not served yet
         self._snapshots: dict[tuple[int, bool], _Snapshot] = {}  # by version and whether it has state
-        self._under_way: dict[str, tuple[str, tuple[int, bool]]] = {}  # transfer -> (pull, snapshot)
+        self._under_way: dict[str, tuple[ServePull, tuple[int, bool]]] = {}  # transfer -> (pull, snapshot)
         self._sent = 0
 
     def last_number_allowed(self) -> int | None:
@@ -55,27 +55,35 @@ class Serving:
         snapshot.users += 1
         self._sent += 1  # the same pull may be asked for twice, after a fault
         transfer = f"{pull.pull}/{self._shard}/{self.epoch}.{version}/{self._sent}"
-        self._under_way[transfer] = (pull.pull, key)
+        self._under_way[transfer] = (pull, key)
         start = StartTransfer(
             transfer=transfer,
             node=pull.node,
             role="worker",
             buffer=snapshot.buffer,
-            about=ModelPart(pull.pull, self._shard, Version(self.epoch, version), pull.with_state),
+            about=ModelPart(
+                pull.pull,
+                self._shard,
+                Version(self.epoch, version),
+                pull.with_state,
+                pull.onward,
+                pull.chunk_bytes,
+            ),
             rate_bytes_per_s=pull.rate_bytes_per_s,
+            chunk_bytes=pull.chunk_bytes,
         )
         return [*actions, start]
 
     def is_transfer(self, transfer: str) -> bool:
         return transfer in self._under_way
 
-    def sent(self, transfer: str) -> str | None:
-        """The pull whose bytes have left, or failed to; None: no transfer of ours."""
+    def sent(self, transfer: str, failed: bool = False) -> PullServed | None:
+        """What to say of bytes that have left, or failed to; None: no transfer of ours."""
         if transfer not in self._under_way:
             return None
         pull, key = self._under_way.pop(transfer)
         self._snapshots[key].users -= 1
-        return pull
+        return PullServed(pull.pull, self._shard, failed, pull.attempt)
 
     def stop(self, reason: str) -> list[Action]:
         """Send nothing more of what is under way; who waits for it will ask elsewhere."""

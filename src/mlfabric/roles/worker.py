@@ -24,6 +24,7 @@ from mlfabric.events import (
     TransferArriving,
     TransferFailed,
     TransferFinished,
+    TransferSent,
     UpdateSubmitted,
 )
 from mlfabric.messages import (
@@ -129,6 +130,8 @@ class Worker:
                 return [RefuseTransfer(event.transfer, "a worker takes no such transfer")]
             case TransferFinished(transfer=transfer):
                 return self._model_arrived(transfer)
+            case TransferSent(transfer=transfer):
+                return self._fetching.passed_on(transfer)
             case TransferFailed(transfer=transfer):
                 return self._transfer_failed(transfer, now)
             case DurabilityRequested(update=update):
@@ -317,8 +320,7 @@ class Worker:
             if held.transfers.pop(transfer, None) is not None:
                 held.retry_at = now + RETRY_S
                 return []
-        self._fetching.failed(transfer, now + RETRY_S)
-        return []
+        return self._fetching.failed(transfer, now + RETRY_S)
 
     # --- fail-over --------------------------------------------------------------------------------------
 
@@ -400,11 +402,12 @@ class Worker:
         return tuple(Version(base.epoch, base.count - base.count % self._every) for base in bases)
 
     def _model_arrived(self, transfer: str) -> list[Action]:
+        came = self._fetching.came(transfer)
         complete = self._fetching.arrived(transfer)
         if complete is None:
-            return []
+            return came
         self._bases = complete.versions
-        return [complete]
+        return [*came, complete]
 
     # --- time -------------------------------------------------------------------------------------------
 

@@ -29,18 +29,24 @@ _ACKED_AT = 120
 _TCP_INFO = struct.Struct("=Q40xQQ")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sending:
-    """An outgoing transfer: announced by `opening`, then its payload in chunks."""
+    """An outgoing transfer: announced by `opening`, then its payload in chunks, as far as that is there."""
 
     transfer: str
     stream: int
     opening: bytes
     payload: memoryview
     rate_bytes_per_s: float | None
+    there: int  # bytes of the payload; more of what is passed on are yet to come
+    chunk_bytes: int = CHUNK_BYTES
     offset: int = 0
     opened: bool = False
     aborted: bool = False
+
+    @property
+    def starved(self) -> bool:
+        return self.opened and not self.aborted and self.there <= self.offset < len(self.payload)
 
 
 @dataclass(slots=True)
@@ -112,7 +118,7 @@ class Connection:
             return False
         if self.connected and self.allowance is not None and not self.allowance.may_send(time.monotonic()):
             return False
-        return not self.connected or bool(self._buffers or self._frames or (self.ready and self.sendings))
+        return not self.connected or bool(self._buffers or self._frames or (self.ready and self._next()))
 
     def pump(self) -> list[Sending]:
         """Send what the socket takes; the transfers that are now completely on their way."""
@@ -150,10 +156,9 @@ class Connection:
         if self._frames:
             self._buffers = [memoryview(self._frames.popleft())]
             return True
-        while self.ready and self.sendings:
-            sending = self.sendings[0]
+        while self.ready and (sending := self._next()):
             if sending.aborted or (sending.opened and sending.offset >= len(sending.payload)):
-                self.sendings.popleft()
+                self.sendings.remove(sending)
                 if not sending.aborted:
                     finished.append(sending)
                 elif sending.opened:
@@ -164,6 +169,11 @@ class Connection:
             return True
         return False
 
+    def _next(self) -> Sending | None:
+        """The first with something to send: where one waited for the bytes of another, and that one for its,
+        all would wait."""
+        return next((sending for sending in self.sendings if not sending.starved), None)
+
     def _chunk_of(self, sending: Sending) -> list[memoryview]:
         if self._paced_for is not sending:
             self._paced_for = sending
@@ -173,7 +183,8 @@ class Connection:
         if not sending.opened:
             sending.opened = True
             buffers.append(memoryview(sending.opening))
-        chunk = sending.payload[sending.offset : sending.offset + CHUNK_BYTES]
+        until = min(sending.offset + sending.chunk_bytes, sending.there)
+        chunk = sending.payload[sending.offset : until]
         self._current, self._chunk = sending, len(chunk)
         if len(chunk):
             buffers += [memoryview(data_header(sending.stream, len(chunk))), chunk]
@@ -192,7 +203,7 @@ class Connection:
         """How the transfers on this connection fare, as the kernel sees it."""
         info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
         acked, busy, window = _TCP_INFO.unpack_from(info, _ACKED_AT)
-        return BulkState(acked, busy, window, self._pace, bool(self.sendings))
+        return BulkState(acked, busy, window, self._pace, self._next() is not None)
 
     # --- receiving --------------------------------------------------------------------------------------
 

@@ -103,7 +103,9 @@ class Engine:
         self._links: dict[str, Connection] = {}
         self._links_wanted: set[str] = set()  # peers whose address nobody knows yet
         self._unaddressed: deque[tuple[str, bytes]] = deque(maxlen=MAX_UNADDRESSED)  # messages for such
-        self._transfers = Transfers(self.node, lambda peer: self._to(peer, Purpose.BULK), self.allowance)
+        self._transfers = Transfers(
+            self.node, lambda peer: self._to(peer, Purpose.BULK), self._watch, self.allowance
+        )
         self._departures = Departures(self.node, self.mesh, self._transfers, self._roster, self._links)
         self._leaving = self._departures.leaving
         self._incoming = Incoming(
@@ -413,9 +415,15 @@ class Engine:
             self._unaddressed.append((node, encode_message(role, message, cause)))
 
     def start_transfer(
-        self, node: str, header: TransferHeader, payload: Vector, rate_bytes_per_s: float | None
+        self,
+        node: str,
+        header: TransferHeader,
+        payload: Vector,
+        rate_bytes_per_s: float | None,
+        chunk_bytes: int = 0,
+        follows: str = "",
     ) -> None:
-        connection = self._transfers.start(node, header, payload, rate_bytes_per_s)
+        connection = self._transfers.start(node, header, payload, rate_bytes_per_s, chunk_bytes, follows)
         if connection is None:
             self.call(lambda: self.node.transfer_failed(header.transfer, f"{node} can't be reached"))
         else:

@@ -15,18 +15,26 @@ from mlfabric.roles.flows import TICK_S, FlowSample, FlowWatch
 from mlfabric.runtime.allowance import Allowance
 from mlfabric.runtime.connection import Connection, Receiving, Sending
 from mlfabric.runtime.counters import Traffic
-from mlfabric.wire import Frame, WireError, decode_open, encode_open
+from mlfabric.wire import CHUNK_BYTES, Frame, WireError, decode_open, encode_open
 
 # A look at all flows takes no longer, unless something came between.
 BRIEF_S = 0.005
 
 
 class Transfers:
-    def __init__(self, node: Node, reach: Callable[[str], Connection | None], allowance: Allowance) -> None:
+    def __init__(
+        self,
+        node: Node,
+        reach: Callable[[str], Connection | None],
+        watch: Callable[[Connection], None],
+        allowance: Allowance,
+    ) -> None:
         self._node = node
         self._reach = reach  # the connection for bulk bytes to a peer
+        self._watch = watch  # one that may have something to write
         self._allowance = allowance
         self._sending: dict[str, Connection] = {}  # transfer -> connection
+        self._passing: dict[str, list[tuple[Sending, Connection]]] = {}  # by the transfer that brings it
         self._streams = 0
         self.traffic = Traffic()
         self._flows = FlowWatch()
@@ -57,7 +65,13 @@ class Transfers:
     # --- sending ----------------------------------------------------------------------------------------
 
     def start(
-        self, node: str, header: TransferHeader, payload: Vector, rate_bytes_per_s: float | None
+        self,
+        node: str,
+        header: TransferHeader,
+        payload: Vector,
+        rate_bytes_per_s: float | None,
+        chunk_bytes: int = 0,
+        follows: str = "",
     ) -> Connection | None:
         """The connection that has something to write now; None: the peer can't be reached."""
         connection = self._reach(node)
@@ -66,8 +80,16 @@ class Transfers:
         self._streams += 1
         view = payload.view("u1").data if payload.nbytes else memoryview(b"")
         sending = Sending(
-            header.transfer, self._streams, encode_open(header, self._streams), view, rate_bytes_per_s
+            header.transfer,
+            self._streams,
+            encode_open(header, self._streams),
+            view,
+            rate_bytes_per_s,
+            0 if follows else len(view),
+            chunk_bytes or CHUNK_BYTES,
         )
+        if follows:
+            self._passing.setdefault(follows, []).append((sending, connection))
         connection.allowance = self._allowance
         connection.sendings.append(sending)
         self._sending[header.transfer] = connection
@@ -108,13 +130,20 @@ class Transfers:
             return
         receiving.offset += frame.length
         self.traffic.count_received(connection.peer, frame.length)
+        for sending, onward in self._passing.get(receiving.transfer, ()):
+            sending.there = receiving.offset
+            if onward.sock.fileno() >= 0:
+                self._watch(onward)
         if receiving.offset >= receiving.size_bytes:
+            self._passing.pop(receiving.transfer, None)
             del connection.receiving[frame.stream]
             if receiving.place is not None:
                 self._node.transfer_finished(receiving.transfer)
 
     def cancelled(self, connection: Connection, frame: Frame) -> None:
         receiving = connection.receiving.pop(frame.stream, None)
+        if receiving is not None:
+            self._passing.pop(receiving.transfer, None)
         if receiving is not None and receiving.place is not None:
             self._node.transfer_failed(receiving.transfer, "cancelled by its sender")
 
@@ -126,4 +155,5 @@ class Transfers:
         broken += [receiving.transfer for receiving in connection.receiving.values()]
         for transfer in broken:
             self._sending.pop(transfer, None)
+            self._passing.pop(transfer, None)
             self._node.transfer_failed(transfer, f"{connection.peer}: {reason}")

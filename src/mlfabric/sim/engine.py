@@ -38,6 +38,9 @@ from mlfabric.roles.actions import Action, MemberSettings, SchedulerSettings
 from mlfabric.sim.flows import Flow, share_rates
 from mlfabric.topology import Network
 
+# Bytes per second inside a host.
+INSIDE = 1e12
+
 # A process: yields a number of seconds to sleep, or an answer to wait for.
 Process = Generator[float | Answer, Any, None]
 
@@ -281,8 +284,10 @@ class Simulation:
         self._reshare()
 
     def _end_flow(self, key: tuple[str, str]) -> None:
-        if self._transfers.pop(key).under_way:
+        ended = self._transfers.pop(key)
+        if ended.under_way:
             self._reshare()
+            ended.flow.rate = 0.0  # nothing more comes for those who pass it on
 
     def bulk_flows(self) -> list[tuple[str, str, Flow]]:
         """(source node, target node, flow) of all transfers under way, up to now."""
@@ -292,6 +297,11 @@ class Simulation:
     def share_again(self) -> None:
         """After the pace of a flow has changed."""
         self._reshare()
+
+    def flow_to(self, target: str, transfer: str) -> Flow | None:
+        """A transfer on its way to a node; None: it is there."""
+        coming = (t for t in self._transfers.values() if t.target == target)
+        return next((t.flow for t in coming if t.header.transfer == transfer), None)
 
     def _moving(self) -> list[Flow]:
         flows = [transfer.flow for transfer in self._transfers.values() if transfer.under_way]
@@ -311,7 +321,8 @@ class Simulation:
             if frame is None:
                 continue
             size = len(frame.head) + len(frame.payload or b"")
-            flow = Flow(peer, self.network.path(source.host, target.host), float(size))
+            path = self.network.path(source.host, target.host)
+            flow = Flow(peer, path, float(size), INSIDE if not path else float("inf"))
             self._frames[source.name, peer] = _FrameMoving(source.name, peer, frame, flow)
             begun = True
         if begun:
@@ -368,14 +379,11 @@ class Simulation:
     def _reshare(self) -> None:
         self._move()
         moving = self._moving()
-        share_rates([flow for flow in moving if flow.path], self._capacity)
-        for flow in moving:
-            if not flow.path:
-                flow.rate = 1e12  # inside a host
+        share_rates(moving, self._capacity)
         self._flow_round += 1
         if moving:
             # A byte in a billion is rounding, not data: without it a flow could need another instant for it.
-            soonest = min(flow.remaining / flow.rate if flow.rate else float("inf") for flow in moving)
+            soonest = min(flow.changes_in_s() for flow in moving)
             if soonest != float("inf"):
                 this_round = self._flow_round
                 self.at(self.now + soonest, lambda: self._flows_due(this_round))
@@ -494,7 +502,13 @@ class SimNode:
         self._sim.deliver(self.name, node, lambda n: n.message(self.name, role, message, cause))
 
     def start_transfer(
-        self, node: str, header: TransferHeader, payload: Vector, rate_bytes_per_s: float | None
+        self,
+        node: str,
+        header: TransferHeader,
+        payload: Vector,
+        rate_bytes_per_s: float | None,
+        chunk_bytes: int = 0,
+        follows: str = "",
     ) -> None:
         sim = self._sim
         target = sim.nodes.get(node)
@@ -506,7 +520,9 @@ class SimNode:
             return
         path = sim.network.path(self.host, target.host)
         pace = rate_bytes_per_s if rate_bytes_per_s is not None else float("inf")
-        flow = Flow(header.transfer, path, float(max(payload.nbytes, 1)), pace)
+        flow = Flow(header.transfer, path, float(max(payload.nbytes, 1)), pace if path else INSIDE)
+        flow.ahead = sim.flow_to(self.name, follows) if follows else None
+        flow.chunk = float(min(chunk_bytes, payload.nbytes))
         sim.start_transfer(_Transfer(self.name, node, header, payload, flow))
 
     def cancel_transfer(self, transfer: str) -> None:
