@@ -22,7 +22,7 @@ def test_a_cancelled_transfer_reads_its_memory_no_more() -> None:
         sender, receiver = (Connection(each, hello, "peer", True, 0.0) for each in (ours, theirs))
         sender.become_ready()
         update = np.arange(100_000, dtype=np.uint8)
-        sender.sendings.append(Sending("u/0/1", 1, b"", update.data, None))
+        sender.sendings.append(Sending("u/0/1", 1, b"", update.data, None, update.nbytes))
         place = np.zeros_like(update)
         receiver.receiving[1] = Receiving("u/0/1", update.nbytes, place.data)
         before = update.copy()
