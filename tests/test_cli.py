@@ -23,7 +23,7 @@ EXAMPLE = ROOT / "examples" / "plan.toml"
 def mlfabric(*words: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "COLUMNS": "200"}
     return subprocess.run(
-        [sys.executable, "-c", "from mlfabric.cli import main; main()", *words],
+        [sys.executable, "-m", "mlfabric", *words],
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -39,6 +39,10 @@ def refused(*words: str) -> str:
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1, done.stderr
     return lines[0]
+
+
+def test_version_is_that_of_the_package() -> None:
+    assert mlfabric("--version").stdout == f"mlfabric {mf.__version__}\n"
 
 
 def test_plan_explains_every_entry() -> None:

@@ -158,7 +158,7 @@ def _servers(
     try:
         found = _timed(step, options.steps, options.delay_s)
         training.finish()
-        _wait_for_others()  # without replicas no server may leave before all are through
+        _wait_for_others()  # what who leaves first hands on is no traffic of a step
         return found
     finally:
         training.fabric.close()

@@ -10,6 +10,7 @@ import pytest
 
 from mlfabric.events import PeerLost
 from mlfabric.messages import (
+    LEFT,
     AppliedIds,
     AppliedReport,
     ArraySpec,
@@ -706,6 +707,26 @@ def test_a_host_nobody_can_stand_in_for_is_not_drained() -> None:
     assert "nobody else can lead shard 0" in scheduler.drain("s0").error
     assert "no member is called s7" in scheduler.drain("s7").error
     assert not sent(DrainBegun, fabric.tell(DrainWanted("s0"), "operator"))
+
+
+def test_who_wants_to_leave_and_can_hand_nothing_on_waits_for_those_who_need_it() -> None:
+    fabric = Fabric("w0", "s0").ready(divergence=None)
+    actions = fabric.tell(DrainWanted("s0"), "s0")
+    assert said(DrainBegun, actions, "s0")
+    assert not sent(NodeLost, [*actions, *fabric.wait(5.0)])
+    assert NodeLost("s0", LEFT) in sent(NodeLost, fabric.tell(Leave("w0"), "w0"), "s0")
+
+
+def test_where_all_leave_nobody_waits_for_another_and_open_updates_have_an_outcome_first() -> None:
+    fabric = Fabric("w0", "w1", "s0", "s1").ready(divergence=None, shards=2)
+    granted = fabric.granted("w1#0")
+    assert sent(Grant, granted, "w1")
+    actions = [action for name in ("s0", "s1", "w0", "w1") for action in fabric.tell(DrainWanted(name), name)]
+    assert {lost.node for lost in sent(NodeLost, actions)} == {"w0"}
+    for shard in (0, 1):
+        report = AppliedReport(shard, 0, 1, ("w1#0",), 0.0, None)
+        actions += fabric.tell(report, f"s{shard}")
+    assert {lost.node for lost in sent(NodeLost, actions)} == {"w0", "w1", "s0", "s1"}
 
 
 def test_the_status_shows_members_shards_and_leases() -> None:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from mlfabric.events import DeadlinePassed, GroupRequested, PeerLost, SchedulerChanged
+from mlfabric.events import (
+    DeadlinePassed,
+    DrainRequested,
+    GroupRequested,
+    MessageReceived,
+    PeerLost,
+    SchedulerChanged,
+)
 from mlfabric.messages import (
     LEFT,
     SCHEDULER,
     AppliedIds,
     ArraySpec,
+    DrainBegun,
+    DrainWanted,
     Grant,
     GroupFormed,
     GroupHeld,
@@ -97,6 +106,15 @@ def test_a_silent_scheduler_is_given_up_when_its_lease_ends_and_not_before() -> 
     fed = joined("w1")
     assert not sent(VoteWanted, fed.wait(0.9))
     assert sent(VoteWanted, fed.wait(0.2))
+
+
+def test_a_wish_to_leave_is_told_to_the_next_scheduler_too() -> None:
+    for wish in (DrainRequested(), MessageReceived("w0", DrainBegun("w1 is being drained"))):
+        fed = joined("w1")
+        fed(wish)
+        told = fed(SchedulerChanged("w2", 1))
+        assert [type(action.message) for action in of(Send, told)] == [Reported, DrainWanted]
+    assert not sent(DrainWanted, joined("w1")(SchedulerChanged("w2", 1)))
 
 
 def test_a_connection_that_merely_broke_proves_nothing() -> None:

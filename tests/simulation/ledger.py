@@ -49,6 +49,8 @@ class LedgerRun:
     everywhere: bool = False  # every member may be used for everything, as under torchrun
     seconds: float = 60.0
     pull_each: bool = True
+    longer: int = 0  # each worker makes so many steps more than the one before; negative: less
+    leaves: bool = False  # who is through hands on what it serves and ends, as a script does
 
     log: MemoryLog = field(default_factory=MemoryLog)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
@@ -56,6 +58,7 @@ class LedgerRun:
     unanswered: set[str] = field(default_factory=set)
     failures: list[str] = field(default_factory=list)
     _done: set[str] = field(default_factory=set)
+    left: set[str] = field(default_factory=set)
     _struck: set[str] = field(default_factory=set)
     _last_fault_ends: float = 0.0
     ready_at: float = 0.0
@@ -119,7 +122,7 @@ class LedgerRun:
             yield node.client.publish({"w": self.initial()}, Sum(), settings)
             self._begin_faults()
             yield node.client.pull()[1]
-            for step in range(self.steps):
+            for step in range(self.steps_of(index)):
                 yield self.compute_s * (1 + 0.1 * index)
                 name, answer = node.client.push({"w": self.update(index, step)})
                 self.offered[name] = index * self.steps + step
@@ -128,9 +131,28 @@ class LedgerRun:
                 self.unanswered.discard(name)
                 if self.pull_each:
                     yield node.client.pull()[1]
+            if self.leaves:
+                yield from self._leave(node)
         except FabricError as error:
             self.failures.append(str(error))
         self._done.add(node.name)
+
+    def _leave(self, node: SimNode) -> Process:
+        """The last one stays, so that its model can be looked at."""
+        if len(self.left) + 1 == self.workers:
+            return
+        node.client.drain()
+        while not node.client.gone.is_set():
+            yield 0.01
+        self.left.add(node.name)
+        node.client.leave()
+        if len(self.left) < self.workers:
+            self.sim.at(self.sim.now + 0.05, lambda: self.sim.kill(node.name))
+
+    def steps_of(self, index: int) -> int:
+        """At most `steps`."""
+        before = self.workers - 1 - index if self.longer > 0 else index
+        return self.steps - abs(self.longer) * before
 
     def initial(self) -> Vector:
         return np.zeros((self.shards, self.elements), np.float32)

@@ -154,6 +154,39 @@ def test_the_ledger_holds_while_hosts_drain_and_others_are_struck(seed: int) -> 
     run.run().check_everything()
 
 
+@pytest.mark.parametrize("divergence", [None, 0.5])
+@pytest.mark.parametrize(
+    "longer", [0, 4, -4], ids=["all at once", "who schedules first", "who schedules last"]
+)
+@pytest.mark.parametrize("shards", [1, 4])
+def test_workers_leave_when_they_are_through_and_the_others_go_on(
+    divergence: float | None, longer: int, shards: int
+) -> None:
+    """Each process leads shards and the first one schedules: all of that is handed on, and nobody waits."""
+    run = LedgerRun(
+        workers=4,
+        steps=20,
+        shards=shards,
+        servers=0,
+        aggregators=0,
+        replicas=0,
+        divergence=divergence,
+        rates=(1e6,),
+        embed=True,
+        everywhere=True,
+        longer=longer,
+        leaves=True,
+    )
+    run.run()
+    assert not run.failures, run.failures
+    assert len(run.left) >= run.workers - 1
+    assert len(run.outcomes) == len(run.committed()) == sum(run.steps_of(index) for index in range(4))
+    assert not run.lost()
+    assert run.sim.now < 20.0
+    if longer:
+        run.check_everything()  # where all leave at once, some take the model along
+
+
 def random_news(seed: int, divergence: float | None) -> LedgerRun:
     """Every member may lead, and their links change again and again."""
     rng = random.Random(seed)

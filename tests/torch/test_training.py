@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -562,3 +564,47 @@ def test_all_workers_of_a_job_train_in_the_same_way() -> None:
             fabric.close()
     assert len(said) == 1
     assert "the job's first worker trains" in said[0]
+
+
+def test_a_worker_starts_without_loading_the_compiler_of_torch() -> None:
+    """It takes a second, a third of the time in which a worker comes back."""
+    script = """
+import sys, torch, mlfabric.torch
+model = torch.nn.Linear(2, 1)
+kept = {"address": "127.0.0.1:0", "scheduler": True, "name": "w0", "expected": 1}
+with mlfabric.torch.join(model, ("SGD", {"lr": 0.1}), **kept) as training:
+    model(torch.ones(1, 2)).sum().backward()
+    training.step()
+    assert "torch._dynamo" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp", "backup", "local"])
+def test_workers_close_when_they_are_through_and_the_others_go_on(mode: Any) -> None:
+    """Every one of them serves a part of the model, without replicas, and the first to leave schedules."""
+    steps = (4, 12, 24)
+    fabrics = fabrics_of(len(steps))
+    models = [make_model(rank) for rank in range(len(steps))]
+    made = [0] * len(steps)
+
+    def work(rank: int, fabric: Fabric) -> None:
+        wishes: dict[str, Any] = {"divergence": None, "shards": 3, "fabric": fabric}
+        if mode == "local":
+            wishes["local_steps"] = 2
+        training = join(models[rank], ("SGD", {"lr": 0.05}), mode, **wishes)
+        for batch in batches(rank, steps[rank]):
+            loss_of(models[rank], batch).backward()
+            training.step()
+            made[rank] += 1
+        training.close()
+
+    try:
+        in_threads(fabrics, work)
+    finally:
+        for fabric in reversed(fabrics):
+            fabric.close()
+    assert made == list(steps)
+    judge = batches(50, 4)
+    assert judged(models[2], judge) < judged(make_model(0), judge)

@@ -116,7 +116,7 @@ class Admission:
         if job is None:
             why = f"{self._domain.settings.node} had given {sender} up"
             return [Send(sender, "member", Rejoin(beat.attempt, why))]
-        if not self._company.hears_enough(job, now):
+        if self._domain.deserted or not self._company.hears_enough(job, now):
             return []
         lease, relied = self._domain.leases.length_s(sender), None
         if sender == self._domain.settings.node:

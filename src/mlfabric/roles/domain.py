@@ -100,6 +100,7 @@ class Domain:
         self.attempts: dict[str, int] = {}  # by node: how often it has registered
         self.leases = Leases(settings.least_lease_s)
         self.draining: dict[str, str] = {}  # node -> why
+        self.deserted = False  # the member in this scheduler's process has left: nobody counts on us now
         self.doubtful: set[str] = set()  # a connection to them broke; what it carried may be lost
         self.jobs: dict[str, Job] = {}
         self._serial = settings.serial

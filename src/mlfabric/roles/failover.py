@@ -38,10 +38,11 @@ class FailOver:
         if member is None:
             return []
         job = self._domain.jobs[member.job]
+        self._domain.deserted |= node == self._domain.settings.node and reason == LEFT
         if not proved and reason != LEFT:
             job.given_up[node] = now + CEILING_S
         actions: list[Action] = [
-            Note("node-lost", f"{node}: {reason}", loud=reason != LEFT),
+            Note("node-lost", f"{node}: {reason}", loud=reason != LEFT and not self._domain.deserted),
             *(Send(name, "member", NodeLost(node, reason)) for name in sorted(self._domain.members_of(job))),
             *self._domain.announce(job),
         ]

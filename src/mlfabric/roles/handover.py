@@ -18,6 +18,7 @@ from mlfabric.messages import (
     DrainWanted,
     LeadYielded,
     Promote,
+    ShardRange,
     StepDown,
     YieldLead,
 )
@@ -89,15 +90,18 @@ class Handover:
         promote = Promote(message.shard, range_.epoch + 1, move.why, orderly=True)
         return [Send(move.target, f"replica.{message.shard}", promote)]
 
-    def drain(self, wanted: DrainWanted, ask: bool = False) -> tuple[DrainAnswered, list[Action]]:
-        """Have a node, or all nodes of a host, leave once nothing needs them."""
+    def drain(
+        self, wanted: DrainWanted, ask: bool = False, own: bool = False
+    ) -> tuple[DrainAnswered, list[Action]]:
+        """Have a node, or all nodes of a host, leave once nothing needs them. One whose `own` wish it is may
+        wait for those who need it to leave too; others are not made to."""
         target = wanted.target
         named = {n: m for n, m in self._domain.members.items() if target in (n, m.host)}
         nodes = tuple(sorted(n for n, m in named.items() if wanted.job in (None, m.job)))
         if not nodes:
             return DrainAnswered((), f"no member is called {target} and none runs on a host of that name"), []
         for node in nodes:
-            error = self._undrainable(node, nodes)
+            error = "" if own else self._undrainable(node, nodes)
             if error:
                 return DrainAnswered((), error), []
         if ask:
@@ -125,6 +129,8 @@ class Handover:
         actions: list[Action] = []
         for index, shard in job.book.shards.items():
             range_ = shard.range
+            if range_.leader not in self._domain.members:
+                continue  # its heir takes over first
             if range_.replica == node and index not in job.promoting:
                 other = self._placing.choose_replica(job, range_)
                 if other is not None:
@@ -143,9 +149,24 @@ class Handover:
     def is_needed(self, job: Job, node: str) -> bool:
         if job.book is None or not job.ready or job.failed is not None:
             return False
-        ranges = [shard.range for shard in job.book.shards.values()]
-        return job.book.entries.has_open(node) or any(
-            range_.leader == node
-            or (range_.replica == node and self._placing.choose_replica(job, range_) is not None)
-            for range_ in ranges
-        )
+        if job.book.entries.has_open(node):
+            return True
+        if not self._is_used(job):
+            return False
+        return any(self._keeps(job, shard.range, node) for shard in job.book.shards.values())
+
+    def _keeps(self, job: Job, range_: ShardRange, node: str) -> bool:
+        """Whether a node has to hold this shard until somebody else does."""
+        if range_.leader == node:
+            return True
+        if range_.replica != node:
+            return False
+        if range_.leader not in self._domain.members:
+            return range_.index in job.promoting
+        return self._placing.choose_replica(job, range_) is not None
+
+    def _is_used(self, job: Job) -> bool:
+        """Whether anybody who stays would miss the model: where all leave, the last of them take it along."""
+        assert job.book is not None
+        stays = any("worker" in m.roles or "replica" in m.roles for m in self._domain.usable(job).values())
+        return stays or any(job.book.entries.has_open(name) for name in self._domain.members_of(job))

@@ -84,6 +84,7 @@ class Member:
         self._succession = Succession(settings.member.node, settings.scheduler)
         self._label: str | None = None
         self._left = False
+        self._drains = False  # wants to leave once nothing needs it
         self._attempt = 0
         self._taken = 0
         self._beat_at: float | None = None
@@ -95,12 +96,14 @@ class Member:
             case MessageReceived(sender=sender, message=message) if not self._left:
                 return self._on_message(sender, message, now)
             case SchedulerChanged(term=term):
-                return [self._tell(Reported(term))]
+                again = [self._tell(DrainWanted(self._settings.member.node))] if self._drains else []
+                return [self._tell(Reported(term)), *again]
             case PeerLost(node=node, reason=reason, proved=proved) if not self._left:
                 return self._succession.lost(node, reason, proved, now)
             case DeadlinePassed() if not self._left:
                 return [*self._beat(now), *self._succession.passed(now)]
             case DrainRequested():
+                self._drains = True
                 return [self._tell(DrainWanted(self._settings.member.node))]
             case RatesMeasured(up_bytes_per_s=up, down_bytes_per_s=down) if self._label is not None:
                 return [self._tell(RatesLearned(up, down))]
@@ -132,6 +135,7 @@ class Member:
             case NodeLost(node=node, reason=reason):
                 return succession.lost(node, reason, False, now)
             case DrainBegun(reason=reason):
+                self._drains = True
                 return [Note("draining", reason, loud=True), RefuseNew(reason)]
             case VoteWanted():
                 return succession.asked(sender, message, now)

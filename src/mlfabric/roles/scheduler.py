@@ -136,15 +136,13 @@ class Scheduler:
             case LimitWanted():
                 self._domain.limit(message, now)
                 return []
+            case DrainWanted() if self._domain.deserted:
+                return []  # it would begin what only our successor can end, who is asked as well
             case DrainWanted():
-                answer, actions = self._handover.drain(message)
-                alone = answer.error and sender == message.target
-                # Who wants to leave by itself and can hand nothing on leaves all the same.
-                return (
-                    [Send(sender, "member", NodeLost(sender, LEFT)), *self._failover.lost(sender, LEFT, now)]
-                    if (alone)
-                    else actions
-                )
+                own = sender == message.target
+                answer, actions = self._handover.drain(message, own=own)
+                # Who is no member any more need not wait for anything.
+                return [Send(sender, "member", NodeLost(sender, LEFT))] if own and answer.error else actions
         job = self._domain.job_of(sender)
         if job is None:
             return []
@@ -285,7 +283,8 @@ class Scheduler:
     def _drain_on(self, job: Job, now: float) -> list[Action]:
         """One more step for those who leave: their leads, then what they follow, then they themselves."""
         actions: list[Action] = []
-        for node in [n for n in self._domain.draining if self._domain.members[n].job == job.name]:
+        leaving = [n for n in self._domain.draining if self._domain.members[n].job == job.name]
+        for node in sorted(leaving, key=lambda name: name == self._domain.settings.node):
             steps = self._handover.hand_on(job, node, now) if job.book is not None and job.ready else []
             actions += steps
             if not self._handover.is_needed(job, node):

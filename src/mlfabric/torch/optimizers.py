@@ -118,12 +118,29 @@ def make_optimizer(wish: OptimizerWish, parameters: Sequence[torch.nn.Parameter]
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
             raise FabricError(f"torch.optim has no optimizer {wish[0]!r}")
         try:
-            return kind(list(parameters), **wish[1])
+            return _made(kind, list(parameters), wish[1])
         except (TypeError, ValueError) as error:
             raise FabricError(f"torch.optim.{wish[0]} refuses its settings: {error}") from None
     made = wish(list(parameters))
     if not isinstance(made, torch.optim.Optimizer):
         raise FabricError(f"the optimizer's factory made a {type(made).__name__}, not an optimizer")
+    return made
+
+
+def uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of torch's optimizers without what keeps torch.compile out of it. That loads the compiler at
+    the first call, a second of a worker's start that counts when it comes back."""
+    plain: Callable[..., Any] = getattr(method, "__wrapped__", method)
+    return plain
+
+
+def _made(
+    kind: type[torch.optim.Optimizer], parameters: list[torch.nn.Parameter], settings: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    lighter = type(kind.__name__, (kind,), {"add_param_group": uncompiled(kind.add_param_group)})
+    made: torch.optim.Optimizer = lighter(parameters, **settings)
+    made.__class__ = kind
+    made.__setstate__({})  # the class's own step gets its hooks, as after unpickling
     return made
 
 

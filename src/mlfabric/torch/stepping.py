@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mlfabric.errors import FabricError
+from mlfabric.torch.optimizers import uncompiled
 
 
 class FabricOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
@@ -18,6 +19,7 @@ class FabricOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     # A gradient scaler leaves unscaling, and what to do about infinite gradients, to us.
     _step_supports_amp_scaling = True
+    add_param_group = uncompiled(torch.optim.Optimizer.add_param_group)
 
     def __init__(
         self,
