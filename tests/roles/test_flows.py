@@ -104,16 +104,17 @@ def test_a_busy_processor_is_not_taken_for_a_slow_network() -> None:
 
 
 def test_all_that_goes_out_and_comes_in_is_told_once_two_samples_agree() -> None:
-    watch, told = FlowWatch(), []
+    watch = FlowWatch()
+    told: list[tuple[float | None, float | None]] = []
     for look in range(1, 41):
         now = look * TICK_S
         moved = int(RATE * min(now, 0.5))
         watch.look(now, [], False, (moved, 2 * moved))
         told.append(watch.totals(now))
-    first = next(each for each in told if each != (None, None))
-    assert first == (pytest.approx(RATE, rel=0.01), pytest.approx(2 * RATE, rel=0.01))
-    assert told[-1] == (None, None)
-    assert [up for up, _ in told if up is not None][-1] == 0.0
+    ups, downs = ([each[way] for each in told if each[way] is not None] for way in (0, 1))
+    assert ups[0] == pytest.approx(RATE, rel=0.01)
+    assert downs[0] == pytest.approx(2 * RATE, rel=0.01)
+    assert ups[-1] == downs[-1] == 0.0
     burst = FlowWatch()
     for look in range(1, 41):
         burst.look(look * TICK_S, [], False, (int(RATE) if look > 20 else 0, 0))
