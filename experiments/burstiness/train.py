@@ -2,11 +2,12 @@
 
     python -m experiments.burstiness.train --way ddp-gloo --compute-s 10 --steps 6
 
-The model computes real gradients of small images, so that four ranks fit two processors; a job of its own
-would compute longer. Every convolution and the last layer therefore wait for their share of `--compute-s`,
-by the multiplications they take on 224x224 images: a third of it forward, two thirds backward, where DDP
-sends what is ready meanwhile, as it would there. `--compute-s 0` waits for nothing. Each rank writes the
-times of its steps to `steps-RANK.json` in the run folder, by the clock that stamps captured packets.
+The model computes real gradients of small images, so that several ranks fit two processors; a job of its own
+would compute longer. Every convolution and the last layer therefore take their share of `--compute-s`, by the
+multiplications they take on 224x224 images: a third of it forward, two thirds backward, where DDP sends what
+is ready meanwhile, as it would there. What is computed sooner waits for the rest; `--compute-s 0` waits for
+nothing. Each rank writes the times of its steps to `steps-RANK.json` in the run folder, by the clock that
+stamps captured packets.
 """
 
 from __future__ import annotations
@@ -62,19 +63,28 @@ def multiplications(model: nn.Module) -> dict[nn.Module, int]:
     return found
 
 
-def slow_down(model: nn.Module, compute_s: float) -> None:
-    """Have every layer take its share of the time, before its result and before its gradients."""
-    counts = multiplications(model)
-    total = sum(counts.values())
-    for layer, count in counts.items():
-        forward_s = FORWARD_SHARE * compute_s * count / total
-        backward_s = (1 - FORWARD_SHARE) * compute_s * count / total
-        layer.register_forward_hook(_waiting(forward_s))
-        layer.register_full_backward_pre_hook(_waiting(backward_s))
+class Pace:
+    """Has every layer of a step be done no sooner than when a slower machine would be."""
 
+    def __init__(self, model: nn.Module, compute_s: float) -> None:
+        self._due = 0.0
+        counts = multiplications(model)
+        total = sum(counts.values())
+        for layer, count in counts.items():
+            share_s = compute_s * count / total
+            layer.register_forward_hook(self._waiting(FORWARD_SHARE * share_s))
+            layer.register_full_backward_pre_hook(self._waiting((1 - FORWARD_SHARE) * share_s))
 
-def _waiting(seconds: float) -> Callable[..., None]:
-    return lambda *_: time.sleep(seconds)
+    def begin(self) -> None:
+        """A step begins."""
+        self._due = time.monotonic()
+
+    def _waiting(self, seconds: float) -> Callable[..., None]:
+        def wait(*_: Any) -> None:
+            self._due += seconds
+            time.sleep(max(self._due - time.monotonic(), 0.0))
+
+        return wait
 
 
 def batches(size: int, image: int, seed: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
@@ -106,11 +116,11 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = MODELS[options.model]()
-    slow_down(model, options.compute_s)
+    pace = Pace(model, options.compute_s)
     rank = int(os.environ["RANK"])
     draw = batches(options.batch, options.image, rank)
     train = _ddp if options.way.startswith("ddp-") else _servers
-    times, losses = train(model, draw, options)
+    times, losses = train(model, draw, pace, options)
     parameters = sum(p.numel() for p in model.parameters())
     record = {"rank": rank, "parameters": parameters, "begins_s": times, "losses": losses}
     (_folder() / f"steps-{rank}.json").write_text(json.dumps(record) + "\n")
@@ -118,7 +128,10 @@ def main() -> None:
 
 
 def _ddp(
-    model: nn.Module, draw: Callable[[], tuple[torch.Tensor, torch.Tensor]], options: argparse.Namespace
+    model: nn.Module,
+    draw: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+    pace: Pace,
+    options: argparse.Namespace,
 ) -> tuple[list[float], list[float]]:
     dist.init_process_group(options.way.removeprefix("ddp-"))
     wrapped = DistributedDataParallel(
@@ -127,6 +140,7 @@ def _ddp(
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
 
     def step() -> float:
+        pace.begin()
         x, y = draw()
         loss = cross_entropy(wrapped(x), y)
         optimizer.zero_grad()
@@ -141,7 +155,10 @@ def _ddp(
 
 
 def _servers(
-    model: nn.Module, draw: Callable[[], tuple[torch.Tensor, torch.Tensor]], options: argparse.Namespace
+    model: nn.Module,
+    draw: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+    pace: Pace,
+    options: argparse.Namespace,
 ) -> tuple[list[float], list[float]]:
     from mlfabric.torch import join
 
@@ -149,6 +166,7 @@ def _servers(
     training = join(model, ("SGD", {"lr": LEARNING_RATE}), mode, divergence=None, timeout=PATIENCE_S)
 
     def step() -> float:
+        pace.begin()
         x, y = draw()
         loss = cross_entropy(model(x), y)
         loss.backward()

@@ -23,7 +23,7 @@ from mlfabric.config import Settings, format_address, from_environment
 from mlfabric.data import ArrayData
 from mlfabric.errors import FabricError
 from mlfabric.groupcalls import Answer
-from mlfabric.messages import MEMBER_ROLES, JobSettings, RulePiece, RuleSpec, StepSettings
+from mlfabric.messages import MEMBER_ROLES, ArraySpec, JobSettings, RulePiece, RuleSpec, StepSettings
 from mlfabric.numerics import Vector
 from mlfabric.rules import Rounds, Rule, make_rule
 from mlfabric.runtime.counters import Traffic
@@ -156,6 +156,8 @@ class Fabric:
         codec: str = "float32",
         staleness: int | None = None,
         wait_for: int | None = None,
+        way: str = "",
+        parts: Mapping[str, tuple[int, ...]] | None = None,
         timeout: float = PATIENCE_S,
     ) -> None:
         """Give the job its model and the rule it is updated by. The first caller's count; others must agree
@@ -170,6 +172,9 @@ class Fabric:
         With `staleness` a worker that is more than so many updates ahead of the slowest waits for its next
         model. With `wait_for` one step is made of the mean of so many gradients, the first that are offered;
         the model for the next step comes when it is complete, and gradients that come later are dropped.
+
+        `parts` are names and shapes of what the arrays consist of, in order; they have to agree as well.
+        `way` is what workers tell each other of how they make updates.
         """
         self._check_open()
         state: Mapping[str, Mapping[str, Any]] | None = None
@@ -193,14 +198,21 @@ class Fabric:
             codec=find_codec(codec).name,
             staleness=staleness,
             wait_for=wait_for or 0,
+            way=way,
         )
         _check_settings(settings, max_delay, wait_for)
         if wait_for is not None:
             settings = msgspec.structs.replace(settings, max_delay=wait_for - 1, unbounded=False)
             if wait_for > 1 and not isinstance(rule, Rounds):
                 rule = Rounds(wait_for, rule)
-        answer = self._client.publish(arrays, rule, settings, state or None, version)
-        _wait(answer, timeout, "the model is not in place; are all members of the job here?")
+        answer = self._client.publish(arrays, rule, settings, state or None, version, _specs(parts))
+        _wait(answer, timeout, self._who_is_here)
+
+    def _who_is_here(self) -> str:
+        here = sorted(self._engine.workers)
+        wanted = f"{self.expected} members" if self.expected > len(here) else "by one of them more"
+        come = f"{len(here)} workers have come ({', '.join(here)})"
+        return f"the model is not in place: {come}, and {wanted} are expected"
 
     def pull(self, timeout: float | None = PATIENCE_S, aside: bool = False) -> Model:
         """The freshest model. A worker's first one, while others train, may come from a replica nearer by."""
@@ -345,6 +357,10 @@ def _rule_spec(written: Mapping[str, Any]) -> RuleSpec:
     )
     every = int(written.get("every", 1))
     return RuleSpec(str(written["name"]), dict(written["settings"]), pieces, every)
+
+
+def _specs(parts: Mapping[str, tuple[int, ...]] | None) -> tuple[ArraySpec, ...]:
+    return tuple(ArraySpec(name, tuple(shape), "float32") for name, shape in (parts or {}).items())
 
 
 def _positive(shards: int) -> int:

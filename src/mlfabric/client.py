@@ -30,7 +30,7 @@ from mlfabric.events import (
     UpdateSubmitted,
 )
 from mlfabric.groupcalls import Answer, GroupCalls, Groups, OperationCall
-from mlfabric.messages import JobSettings, RuleSpec, StepSettings, Version, update_id
+from mlfabric.messages import ArraySpec, JobSettings, RuleSpec, StepSettings, Version, update_id
 from mlfabric.node import Node
 from mlfabric.numerics import Layout, Vector
 from mlfabric.roles.actions import (
@@ -172,18 +172,19 @@ class Client:
         settings: JobSettings,
         state: Mapping[str, Mapping[str, Any]] | None = None,
         version: int = 0,
+        parts: tuple[ArraySpec, ...] = (),
     ) -> Answer:
         layout = Layout.of(arrays)
         if isinstance(rule, Sum | Rounds):
             settings = msgspec.structs.replace(settings, weigh=False)
-        parts = [arrays, *((state or {})[name] for name in sorted(state or {}))]
+        vectors = [arrays, *((state or {})[name] for name in sorted(state or {}))]
         if state and len(state) != rule.vectors:
             raise FabricError(
                 f"the checkpoint has {len(state)} optimizer vectors, the rule needs {rule.vectors}"
             )
-        whole = self._courier.empty(layout.elements * len(parts), layout.dtype)
-        for index, part in enumerate(parts):
-            layout.pack_into(part, whole[index * layout.elements : (index + 1) * layout.elements])
+        whole = self._courier.empty(layout.elements * len(vectors), layout.dtype)
+        for index, vector in enumerate(vectors):
+            layout.pack_into(vector, whole[index * layout.elements : (index + 1) * layout.elements])
         event = PublishRequested(
             "publish",
             layout.specs,
@@ -191,8 +192,9 @@ class Client:
             settings,
             layout.elements,
             str(layout.dtype),
-            len(parts) - 1,
+            len(vectors) - 1,
             version,
+            parts,
         )
         return self._ask("publish", "worker", event, "publish", whole)
 

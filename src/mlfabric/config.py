@@ -55,6 +55,7 @@ class Settings:
     engine: str = "thread"  # one of ENGINES
     others: tuple[tuple[str, int], ...] = ()  # where else somebody may listen who knows the scheduler
     embeds_if_alone: bool = False  # schedules if nobody else does: it listens at the first of the addresses
+    awaits_rank_0: bool = False  # torchrun's rank 0 schedules, and this is another one
     restarted: bool = False  # an earlier life of this process may still hold its name for a moment
 
 
@@ -125,6 +126,7 @@ def from_environment(
         rates_guessed=all(r is None for r in (up, down, env.get("MLFABRIC_UP"), env.get("MLFABRIC_DOWN"))),
         others=tuple(others),
         embeds_if_alone=bool(others) and embed_scheduler is None and listens == scheduler,
+        awaits_rank_0=bool(rank) and embed_scheduler is None,
         restarted=bool(_whole(env, "TORCHELASTIC_RESTART_COUNT")),
     )
 

@@ -717,6 +717,12 @@ def test_who_wants_to_leave_and_can_hand_nothing_on_waits_for_those_who_need_it(
     assert NodeLost("s0", LEFT) in sent(NodeLost, fabric.tell(Leave("w0"), "w0"), "s0")
 
 
+def test_who_wants_to_leave_takes_nobody_of_its_host_along() -> None:
+    fabric = Fabric("w0", "s0").ready(divergence=None)
+    fabric.join("w1", host="w0")
+    assert [lost.node for lost in sent(NodeLost, fabric.tell(DrainWanted("w0"), "w0"), "w1")] == ["w0"]
+
+
 def test_where_all_leave_nobody_waits_for_another_and_open_updates_have_an_outcome_first() -> None:
     fabric = Fabric("w0", "w1", "s0", "s1").ready(divergence=None, shards=2)
     granted = fabric.granted("w1#0")

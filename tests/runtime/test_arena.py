@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import threading
 from typing import Any
 
 import numpy as np
@@ -131,3 +132,27 @@ def test_settings_come_over_as_they_are() -> None:
         assert records is not None
         begin = next(records)
     assert orders.from_plain(begin.settings) == told
+
+
+def test_an_array_is_found_while_another_thread_adds_a_segment(monkeypatch: Any) -> None:
+    monkeypatch.setattr(arena_module, "SEGMENT_BYTES", 4096)
+    arena = Arena(no_one)
+    held = [arena.empty(4096) for _ in range(8)]
+    places = [arena.locate(each) for each in held]
+    found: list[Any] = []
+
+    class Slow(list[int]):
+        """Is in the middle of a change for long enough to be seen."""
+
+        def insert(self, index: Any, number: int) -> None:
+            other = threading.Thread(target=lambda: found.extend(arena.locate(each) for each in held))
+            other.start()
+            other.join(0.1)
+            super().insert(index, number)
+            threads.append(other)
+
+    threads: list[threading.Thread] = []
+    arena._numbers = Slow(arena._numbers)
+    arena.empty(4096)
+    threads[0].join(10)
+    assert found == places

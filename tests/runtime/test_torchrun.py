@@ -12,6 +12,7 @@ import pytest
 from mlfabric.api import ALL_ROLES, join_with
 from mlfabric.config import from_environment
 from mlfabric.errors import FabricError
+from mlfabric.rules import Sum
 
 
 def variables(rank: int, size: int, port: int) -> dict[str, str]:
@@ -51,6 +52,27 @@ def test_ranks_find_each_other_by_torchruns_variables() -> None:
         thread.join(30)
     assert sorted(sums) == [0, 1, 2]
     assert all(array.tolist() == [3.0] * 10 for array in sums.values())
+
+
+def test_a_rank_that_does_not_come_and_a_second_join_are_said_in_a_sentence() -> None:
+    port = free_port()
+    with pytest.raises(
+        FabricError, match=r"rank 0, which schedules the job at \S+, did not come within 0.3 s"
+    ):
+        join_with(from_environment(environment=variables(1, 2, port)), ALL_ROLES, timeout=0.3)
+    first = from_environment(environment=variables(0, 3, port))
+    with join_with(first, ALL_ROLES) as fabric:
+        with pytest.raises(FabricError, match="by another process, or by an earlier join of this one"):
+            join_with(first, ALL_ROLES)
+        second = from_environment(environment=variables(1, 2, port))  # it was told of fewer
+        with join_with(second, ALL_ROLES) as other:
+            with pytest.raises(FabricError, match="the name rank1 is taken by a living member"):
+                join_with(second, ALL_ROLES)
+            model = {"w": np.zeros(3, np.float32)}
+            for each, expected in ((fabric, "3 members"), (other, "by one of them more")):
+                said = rf"2 workers have come \(rank0, rank1\), and {expected} are expected \(after 0.3 s\)"
+                with pytest.raises(TimeoutError, match=said):
+                    each.publish(model, apply=Sum(), timeout=0.3)
 
 
 def test_variables_give_names_job_and_who_embeds_the_scheduler() -> None:

@@ -238,6 +238,8 @@ def same_mistake(rank: int, size: int, folder: str) -> Any:
         said(dist.all_reduce, torch.ones(3, dtype=torch.int32), op=dist.ReduceOp.AVG),
         said(dist.all_reduce, torch.ones(3), op=dist.ReduceOp.BAND),
         said(dist.all_reduce, torch.ones(3, device="meta")),
+        said(dist.all_reduce, torch.ones(3).to(torch.float8_e5m2)),
+        said(dist.broadcast, torch.empty(3, dtype=torch.bits8), 0),
         said(dist.all_reduce, torch.ones(3).to_sparse(), op=dist.ReduceOp.MAX),
         said(dist.all_gather, [torch.ones(3)], torch.ones(3)),
         said(dist.all_gather_single, torch.ones(3), torch.ones(3)),

@@ -94,7 +94,7 @@ def test_parameter_groups_keep_their_own_settings() -> None:
 
 
 def train_together(
-    count: int, mode: Any, steps: int = 15, engine: str = "thread", **wishes: Any
+    count: int, mode: Any, steps: int = 15, engine: str = "thread", lr: float = 0.05, **wishes: Any
 ) -> list[Any]:
     """Workers in threads of their own; their models at the end."""
     models = [make_model(seed) for seed in range(count)]
@@ -111,7 +111,7 @@ def train_together(
 
     def work(rank: int) -> None:
         try:
-            training = join(models[rank], ("SGD", {"lr": 0.05}), mode, fabric=fabrics[rank], **wishes)
+            training = join(models[rank], ("SGD", {"lr": lr}), mode, fabric=fabrics[rank], **wishes)
             for batch in batches(rank, steps):
                 loss_of(models[rank], batch).backward()
                 training.step()
@@ -138,7 +138,9 @@ def train_together(
     [("after", "thread"), ("alongside", "thread"), ("overlapped", "thread"), ("overlapped", "process")],
 )
 def test_workers_end_with_the_model_that_all_of_them_trained(pull: str, engine: str) -> None:
-    models = train_together(3, "async", engine=engine, pull=pull)
+    # Plain SGD by gradients that are four updates late, which the bound allows, goes astray here at 0.05; at
+    # 0.02 it does not even at ten.
+    models = train_together(3, "async", steps=25, engine=engine, lr=0.02, pull=pull)
     judge = batches(50, 4)
     assert judged(models[0], judge) < 0.7 * judged(make_model(0), judge)
 
@@ -540,30 +542,6 @@ def test_a_checkpoint_of_another_model_is_refused() -> None:
         join(make_model(), ("SGD", {"lr": 0.1}), resume=saved, **alone())
     with pytest.raises(FabricError, match="is a dict with `model`"):
         join(make_model(), ("SGD", {"lr": 0.1}), resume={}, **alone())
-
-
-def test_all_workers_of_a_job_train_in_the_same_way() -> None:
-    fabrics = fabrics_of(2)
-    modes: Any = ["ssp", "async"]
-    said: list[str] = []
-
-    def work(rank: int, fabric: Fabric) -> None:
-        if rank:
-            first.wait(20)
-        try:
-            first.set()
-            join(make_model(), ("SGD", {"lr": 0.1}), modes[rank], fabric=fabric)
-        except FabricError as error:
-            said.append(str(error))
-
-    first = threading.Event()
-    try:
-        in_threads(fabrics, work)
-    finally:
-        for fabric in reversed(fabrics):
-            fabric.close()
-    assert len(said) == 1
-    assert "the job's first worker trains" in said[0]
 
 
 def test_a_worker_starts_without_loading_the_compiler_of_torch() -> None:

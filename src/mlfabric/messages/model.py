@@ -13,6 +13,7 @@ class PublishWanted(Message, frozen=True):
     dtype: str
     state_vectors: int = 0  # optimizer vectors that come along, when a checkpoint is resumed
     version: int = 0
+    parts: tuple[ArraySpec, ...] = ()  # what the arrays consist of, where workers compare that too
 
 
 class PublishFirst(Message, frozen=True):
@@ -34,6 +35,7 @@ class JobReady(Message, frozen=True):
     settings: JobSettings
     dtype: str  # of the model as one vector
     version: int = 0  # of the values that were published
+    parts: tuple[ArraySpec, ...] = ()
 
 
 class JobKnown(Message, frozen=True):

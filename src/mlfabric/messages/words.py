@@ -55,6 +55,7 @@ class JobSettings(msgspec.Struct, frozen=True):
     codec: str = "float32"  # how updates travel from workers
     staleness: int | None = None  # steps a worker may be ahead of the slowest; None: any
     wait_for: int = 0  # gradients that make one step, the first of those that are offered; 0: no such steps
+    way: str = ""  # how workers make their updates, in the words of those who compare it
 
 
 class ArraySpec(msgspec.Struct, frozen=True):

@@ -22,10 +22,11 @@ UNKNOWN_OVERSUBSCRIPTION: Final = 8
 # Learned rates are never quite equal, and unequal shares keep links less busy: to be worth it they have to be
 # expected to be faster by this factor.
 UNEVEN_COST: Final = 1.12
-# Chunks of one sum, and of sums inside hosts or racks first: each stage more fills and empties once more.
+# Chunks of equal shares; of sums inside hosts first, which fill and empty once more; and where links are
+# unequal or racks sum first: a slow link gets its results back no sooner than all of a chunk has left it.
 CHUNK_BYTES: Final = 256 * 1024
 HOST_CHUNK_BYTES: Final = 128 * 1024
-RACK_CHUNK_BYTES: Final = 64 * 1024
+SMALL_CHUNK_BYTES: Final = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +77,14 @@ def plan_group(network: Network, hosts: Sequence[str]) -> GroupPlan:
         gathers = tuple(1 / count[host] for host in hosts)
         domains = tuple(tuple(ranks[host]) for host in sorted(ranks))
     elif plan.form == "racks":
-        chunk = RACK_CHUNK_BYTES
+        chunk = SMALL_CHUNK_BYTES
         gathers = by_rank({share.host: share.gathers for share in plan.shares})
         racks: dict[str | None, list[int]] = {}
         for rank, host in enumerate(hosts):
             racks.setdefault(network.hosts[host].rack, []).append(rank)
         domains = tuple(tuple(racks[name]) for name in sorted(racks, key=str))
+    elif max(reduces) > min(reduces):
+        chunk = SMALL_CHUNK_BYTES
     return GroupPlan(reduces, broadcasts, gathers, domains, chunk, plan.predicted_s, plan.reason)
 
 

@@ -96,7 +96,8 @@ class Handover:
         """Have a node, or all nodes of a host, leave once nothing needs them. One whose `own` wish it is may
         wait for those who need it to leave too; others are not made to."""
         target = wanted.target
-        named = {n: m for n, m in self._domain.members.items() if target in (n, m.host)}
+        members = self._domain.members
+        named = {n: m for n, m in members.items() if n == target or (m.host == target and not own)}
         nodes = tuple(sorted(n for n, m in named.items() if wanted.job in (None, m.job)))
         if not nodes:
             return DrainAnswered((), f"no member is called {target} and none runs on a host of that name"), []

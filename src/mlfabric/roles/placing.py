@@ -40,7 +40,12 @@ class Placing:
             job.published, job.publisher = message, sender
             job.placed, job.book = False, None
             return self.begin_model(job)
-        difference = _difference(job.published.arrays, message.arrays)
+        ours = job.published
+        difference = (
+            _difference(ours.parts, message.parts)
+            or _difference(ours.arrays, message.arrays)
+            or _other_order(ours.parts, message.parts)
+        )
         if difference:
             reason = f"{sender} publishes another model than {job.publisher} did: {difference}"
             return [Send(sender, "worker", PublishRefused(reason))]
@@ -181,7 +186,8 @@ class Placing:
         assert job.book is not None
         ranges = tuple(shard.range for _, shard in sorted(job.book.shards.items()))
         wanted = job.published
-        return JobReady(ranges, wanted.arrays, wanted.rule, wanted.settings, wanted.dtype, wanted.version)
+        about = (wanted.arrays, wanted.rule, wanted.settings, wanted.dtype, wanted.version, wanted.parts)
+        return JobReady(ranges, *about)
 
 
 def by_suitability(members: dict[str, MemberInfo], role: str) -> list[str]:
@@ -205,3 +211,8 @@ def _difference(ours: tuple[ArraySpec, ...], theirs: tuple[ArraySpec, ...]) -> s
                 f"{list(yours[name].shape)} of {yours[name].dtype} here"
             )
     return ""
+
+
+def _other_order(ours: tuple[ArraySpec, ...], theirs: tuple[ArraySpec, ...]) -> str:
+    moved = (b.name for a, b in zip(ours, theirs, strict=True) if a != b)
+    return next((f"array {name!r} comes at another place" for name in moved), "")

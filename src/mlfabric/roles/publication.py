@@ -25,8 +25,9 @@ class Publication:
         """What is still to be published."""
         return _wanted(self._request) if self._request is not None else None
 
-    def is_of(self, arrays: tuple[ArraySpec, ...]) -> bool:
-        return self._request is not None and self._request.arrays == arrays
+    def is_of(self, arrays: tuple[ArraySpec, ...], parts: tuple[ArraySpec, ...]) -> bool:
+        request = self._request
+        return request is not None and (request.arrays, request.parts) == (arrays, parts)
 
     def send(self, shards: tuple[ShardRange, ...]) -> list[Action]:
         request = self._request
@@ -82,4 +83,5 @@ def _wanted(request: PublishRequested) -> PublishWanted:
         request.dtype,
         request.state_vectors,
         request.version,
+        request.parts,
     )

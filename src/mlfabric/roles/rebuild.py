@@ -59,7 +59,7 @@ class JobReports:
         assert ready is not None
         elements = sum(shard.count for shard in ready.shards)
         return PublishWanted(
-            ready.arrays, ready.rule, ready.settings, elements, ready.dtype, 0, ready.version
+            ready.arrays, ready.rule, ready.settings, elements, ready.dtype, 0, ready.version, ready.parts
         )
 
     def shard(self, range_: ShardRange) -> ShardBook:

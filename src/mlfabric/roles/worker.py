@@ -181,7 +181,7 @@ class Worker:
 
     def _job_ready(self, message: JobReady) -> list[Action]:
         # Everybody hears that the model is in place; whoever publishes another one is yet to be refused.
-        publishing = self._publication.is_of(message.arrays)
+        publishing = self._publication.is_of(message.arrays, message.parts)
         self._job = message
         self._shards.clear()
         self._shards.update({shard.index: shard for shard in message.shards})

@@ -72,12 +72,13 @@ class Arena:
     def locate(self, array: Vector) -> tuple[int, int] | None:
         """(segment, offset) of an array's memory; None: it lies elsewhere."""
         address = address_of(array)
-        index = bisect_right(self._starts, address) - 1
-        if index < 0:
-            return None
-        number = self._numbers[index]
-        offset = address - self._starts[index]
-        return (number, offset) if offset + array.nbytes <= len(self._maps[number]) else None
+        with self._lock:  # another thread may be adding a segment
+            index = bisect_right(self._starts, address) - 1
+            if index < 0:
+                return None
+            number = self._numbers[index]
+            offset = address - self._starts[index]
+            return (number, offset) if offset + array.nbytes <= len(self._maps[number]) else None
 
     def _find_room(self, room: int) -> tuple[int, int] | None:
         for segment, free in enumerate(self._free):

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from mlfabric.config import Settings, format_address
 from mlfabric.data import ArrayData
+from mlfabric.errors import ConnectError
 from mlfabric.eventlog import FileLog, LogSink, NoLog
 from mlfabric.messages import MemberInfo
 from mlfabric.roles.actions import MemberSettings, SchedulerSettings
@@ -77,7 +78,15 @@ def _find(settings: Settings, timeout: float, tls: Tls | None) -> Found | None:
     """Who schedules; None: we do, as nobody else does and it is ours to begin."""
     who = (settings.name, settings.secret)
     if not settings.embeds_if_alone:
-        return find_scheduler(settings.scheduler, *who, timeout, settings.job, tls, settings.others)
+        try:
+            return find_scheduler(settings.scheduler, *who, timeout, settings.job, tls, settings.others)
+        except NobodyThereError:
+            if not settings.awaits_rank_0:
+                raise
+            where = format_address(*settings.scheduler)
+            raise ConnectError(
+                f"rank 0, which schedules the job at {where}, did not come within {timeout:.3g} s"
+            ) from None
     first, *rest = settings.others
     patience = ALONE_RESTARTED_S if settings.restarted else ALONE_S
     try:

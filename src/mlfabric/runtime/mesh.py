@@ -20,12 +20,14 @@ from mlfabric.runtime.pacing import NOTSENT_BYTES
 from mlfabric.runtime.trust import Refused
 from mlfabric.wire import WireError
 
-# Links rest for at most so long between two turns.
-REST_S = 0.0125
+# Links rest for at most so long between two turns; flows are looked at in the same turn.
+REST_S = TICK_S
 # A shorter rest is none: the clock of epoll counts milliseconds.
 LEAST_REST_S = 0.001
 # Meanwhile the fastest link moves at most so much: the kernel holds twice that of what is to be sent.
 RESTED_BYTES = NOTSENT_BYTES // 2
+# A look that is due within so long after a turn is not worth another one.
+NEARLY_DUE_S = 0.005
 # How fast links are is judged over at least so long.
 GAUGE_S = 0.005
 # The rest shrinks with what is still to come, from so many bytes on.
@@ -80,11 +82,13 @@ class Mesh:
             self._look_at = None
         elif self._look_at is None:
             self._look_at = now
+        if self._look_at is not None and self.rests:
+            return max(self._look_at, self.rest_until)
         return self._look_at
 
     def look(self, now: float) -> tuple[float | None, float | None] | None:
         """See how the flows fare; the host's rates, if they are news."""
-        if self._look_at is None or now < self._look_at:
+        if self._look_at is None or now < self._look_at - NEARLY_DUE_S:
             return None
         self._look_at = now + TICK_S
         held_back = False

@@ -5,6 +5,7 @@ A secret opens the job it belongs to and no other, and a name belongs to one liv
 
 from __future__ import annotations
 
+import errno
 import secrets
 import socket
 import time
@@ -149,6 +150,9 @@ def _listen(address: tuple[str, int]) -> socket.socket:
         sock.listen(512)
     except OSError as error:
         sock.close()
-        raise ConnectError(f"can't listen on {format_address(*address)}: {error.strerror}") from None
+        used = error.errno == errno.EADDRINUSE
+        taken = " by another process, or by an earlier join of this one" if used else ""
+        where = format_address(*address)
+        raise ConnectError(f"can't listen on {where}: {(error.strerror or '').lower()}{taken}") from None
     sock.setblocking(False)
     return sock

@@ -19,7 +19,8 @@ from mlfabric.numerics import Vector
 class FlatModel:
     def __init__(self, model: torch.nn.Module, empty: Callable[[int], Vector]) -> None:
         """`empty` makes the vectors: in memory that the fabric's engine can read, where it has any."""
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = list(named.values())
         if not self.parameters:
             raise FabricError("the model has no parameter that is trained")
         for name, parameter in model.named_parameters():
@@ -30,7 +31,10 @@ class FlatModel:
                     f"parameter {name} is {parameter.dtype} on {parameter.device}; "
                     "asynchronous training takes float32 parameters on the CPU"
                 )
-        self.buffers = [b for b in model.buffers() if b.dtype == torch.float32 and b.numel()]
+        averaged = {n: b for n, b in model.named_buffers() if b.dtype == torch.float32 and b.numel()}
+        self.buffers = list(averaged.values())
+        # Names and shapes, in their order.
+        self.parts = {name: tuple(tensor.shape) for name, tensor in (*named.items(), *averaged.items())}
         self.trained: int = sum(p.numel() for p in self.parameters)
         self.averaged: int = sum(b.numel() for b in self.buffers)
         self.values = torch.from_numpy(empty(self.elements))

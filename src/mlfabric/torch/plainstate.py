@@ -1,4 +1,6 @@
-"""The optimizer's state between servers, which hold it as vectors beside the model's, and plain PyTorch."""
+"""Checkpoints of plain PyTorch, and the optimizer's state between them and servers, which hold it as vectors
+beside the model's.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mlfabric.errors import FabricError
 from mlfabric.numerics import Vector
 
 # By optimizer: what a rule's vectors are called in PyTorch, in the rule's order.
@@ -82,3 +85,19 @@ def _initial_sums(optimizer: torch.optim.Optimizer) -> dict[int, float]:
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
+
+
+def cloned(model: torch.nn.Module) -> dict[str, Any]:
+    """The parameters are views of one vector: a checkpoint holds tensors of its own."""
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def load_plain(resume: Mapping[str, Any], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if "model" not in resume:
+        raise FabricError("a checkpoint to resume is a dict with `model` and, if you have it, `optimizer`")
+    try:
+        model.load_state_dict(resume["model"])
+        if resume.get("optimizer") is not None:
+            optimizer.load_state_dict(resume["optimizer"])
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise FabricError(f"the checkpoint does not fit: {error}") from None

@@ -22,6 +22,7 @@ from mlfabric.client import Committed, Model, Outcome
 from mlfabric.errors import FabricError
 from mlfabric.messages import RuleSpec, StepSettings
 from mlfabric.rules import SGD, Average, Pieces, Rounds, Rule, make_rule
+from mlfabric.torch.agreement import difference, different_mode
 from mlfabric.torch.flat import FlatModel
 from mlfabric.torch.modes import UNSET, Bound, Mode, Pull, Unset, Wishes, check_fits, fitting
 from mlfabric.torch.optimizers import (
@@ -31,10 +32,14 @@ from mlfabric.torch.optimizers import (
     make_optimizer,
     read_optimizer,
 )
-from mlfabric.torch.plainstate import plain_state, read_state
+from mlfabric.torch.plainstate import cloned, load_plain, plain_state, read_state
 from mlfabric.torch.stepping import FabricOptimizer
 
 ARRAY = "model"
+# How often one that waits for all workers looks whether they train in another way.
+LOOK_S = 0.2
+# How long a worker that was refused has to hand on what it has been made to lead.
+REFUSED_S = 10.0
 
 
 class Training:
@@ -65,7 +70,7 @@ class Training:
         served = wishes.mode in ("async", "ssp", "backup")
         inner = make_optimizer(optimizer, self._flat.parameters)
         if resume is not None:
-            _load(resume, model, inner)
+            load_plain(resume, model, inner)
         self._read: ReadOptimizer | None = read_optimizer(inner, self._flat.parameters) if served else None
         self._inner = inner
         self.optimizer = FabricOptimizer(inner, self._step, self._flat.point_gradients, self._plain_state)
@@ -147,22 +152,19 @@ class Training:
             codec=wishes.codec,
             staleness=wishes.staleness if self.mode == "ssp" else None,
             wait_for=self._every if self.mode == "backup" else None,
+            way=self.mode,
+            parts=flat.parts,
             timeout=self._timeout,
         )
         self._published = self.fabric._client.rule_spec
-        self._check_same_mode()
-        self._changed_settings(first=True)
-        self._load(self.fabric.pull(self._timeout))
-
-    def _check_same_mode(self) -> None:
-        """The first worker's settings count; who comes later has to train in the same way."""
         settings = self.fabric._client.settings
         assert settings is not None
-        bound = "ssp" if settings.staleness is not None else "backup" if settings.wait_for else ""
-        if (self.mode if self.mode in ("ssp", "backup") else "") != bound:
-            others = f"in mode {bound}" if bound else "without bound steps"
-            raise FabricError(f"the job's first worker trains {others}, this one in mode {self.mode}")
+        differs = difference(wishes, rule.spec(), settings, self._published)
+        if differs:
+            raise FabricError(differs)
         self._every = max(settings.wait_for, 1)
+        self._changed_settings(first=True)
+        self._load(self.fabric.pull(self._timeout))
 
     def _rule(self, workers: int) -> Rule:
         flat = self._flat
@@ -253,11 +255,26 @@ class Training:
 
     def _same_start(self) -> None:
         """All ranks begin with rank 0's values."""
-        rank, _ = self.fabric.rank_and_size(self._timeout)
+        rank = self._my_rank()
         values = self._flat.values.numpy()
         if rank:
             values[:] = 0
         self.fabric.all_reduce(values, self._timeout)
+
+    def _my_rank(self) -> int:
+        """Once all are here; who hears meanwhile that others train without a barrier waits in vain."""
+        until = time.monotonic() + self._timeout
+        while True:
+            published = self.fabric._client.settings
+            if published is not None:
+                raise FabricError(different_mode(self.mode, published.way))
+            try:
+                return self.fabric.rank_and_size(LOOK_S)[0]
+            except TimeoutError:
+                if time.monotonic() >= until:
+                    raise TimeoutError(
+                        f"the workers of the job are not all here (after {self._timeout:g} s)"
+                    ) from None
 
     def _step_together(self, scale: float, infinite: bool | None) -> None:
         """Infinite gradients of one rank make all skip the step, as their average would be infinite."""
@@ -279,7 +296,7 @@ class Training:
     def state_dict(self) -> dict[str, Any]:
         """A checkpoint that plain PyTorch loads: `model`, `optimizer`; `join(resume=...)` goes on from it."""
         self.finish()
-        return {"model": _cloned(self.model), "optimizer": self._plain_state(), "version": self.version}
+        return {"model": cloned(self.model), "optimizer": self._plain_state(), "version": self.version}
 
     def _plain_state(self) -> dict[str, Any]:
         if self._read is None:
@@ -330,22 +347,6 @@ class Training:
             self.fabric.close()
 
 
-def _cloned(model: torch.nn.Module) -> dict[str, Any]:
-    """The parameters are views of one vector: a checkpoint holds tensors of its own."""
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def _load(resume: Mapping[str, Any], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    if "model" not in resume:
-        raise FabricError("a checkpoint to resume is a dict with `model` and, if you have it, `optimizer`")
-    try:
-        model.load_state_dict(resume["model"])
-        if resume.get("optimizer") is not None:
-            optimizer.load_state_dict(resume["optimizer"])
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise FabricError(f"the checkpoint does not fit: {error}") from None
-
-
 def join(
     model: torch.nn.Module,
     optimizer: OptimizerWish,
@@ -392,9 +393,11 @@ def join(
             "outer": outer,
         },
     )
-    joined = fabric if fabric is not None else join_fabric(**membership)
+    joined = fabric if fabric is not None else join_fabric(timeout=timeout, **membership)
     try:
         return Training(joined, model, optimizer, wishes, timeout, resume)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, FabricError):
+            joined.drain(min(timeout, REFUSED_S))  # the others go on without it
         joined.close()
         raise
