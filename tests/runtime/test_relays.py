@@ -33,8 +33,8 @@ def test_a_part_that_waits_for_bytes_holds_up_no_other() -> None:
         connection = Connection(here, handshake, "b", outbound=True, deadline_s=0.0)
         connection.connected = True
         connection.become_ready()
-        first = Sending("first", 1, b"", memoryview(b"12345678"), None, there=0)
-        second = Sending("second", 2, b"", memoryview(b"abcdefgh"), None, there=8)
+        first = Sending("first", 1, b"one", memoryview(b"12345678"), None, there=0)
+        second = Sending("second", 2, b"two", memoryview(b"abcdefgh"), None, there=8)
         connection.sendings.extend([first, second])
         assert connection.pump() == [second]
         assert not connection.wants_write()
