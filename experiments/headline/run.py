@@ -64,14 +64,17 @@ class Recorder:
         self.steps.append(Applied(now, tuple(zip(gradients, weights, strict=True))))
 
 
-def fitted(seed: int, seconds: float) -> Scenario:
+def fitted(seed: int, seconds: float, max_delay: int | None) -> Scenario:
     settings = RunSettings("gloo", SCENARIO, seed, StepSize(0.05, 0.0))
     scenario = fit(scenarios.load(scenarios.find(SCENARIO)), settings)
+    if max_delay is not None:
+        job = msgspec.structs.replace(scenario.jobs[0], max_delay=max_delay)
+        scenario = msgspec.structs.replace(scenario, jobs=(job,))
     return msgspec.structs.replace(scenario, duration=Seconds(seconds))
 
 
-def schedule(policy: str, seed: int, seconds: float) -> list[Applied]:
-    scenario = fitted(seed, seconds)
+def schedule(policy: str, seed: int, seconds: float, max_delay: int | None) -> list[Applied]:
+    scenario = fitted(seed, seconds, max_delay)
     if policy.startswith(ROUNDS):
         count = int(policy.removeprefix(ROUNDS))
         settings = JobSettings(shards=0, divergence=None, wait_for=count, max_delay=count - 1)
@@ -146,6 +149,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--sizes", nargs="+", default=["0.1,0", "0.2,0", "0.02,0.9", "0.05,0.9"])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=500.0)
+    parser.add_argument(
+        "--max-delay", type=int, help="of the asynchronous policies; else as the scenario says"
+    )
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--look-every", type=int, default=30, help="gradients")
     parser.add_argument("--data", type=Path)
@@ -154,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(argv)
     torch.set_num_threads(1)
-    steps = schedule(given.policy, given.seed, given.seconds)
+    steps = schedule(given.policy, given.seed, given.seconds, given.max_delay)
     gradients = sum(len(step.parts) for step in steps)
     print(
         f"{given.policy} seed {given.seed}: {len(steps) / given.seconds:.2f} steps/s, "
