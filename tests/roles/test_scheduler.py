@@ -405,7 +405,8 @@ def test_a_dead_leader_is_replaced_by_its_replica_and_everybody_hears_what_survi
     change = sent(LeaderChanged, actions, "w0")[0]
     assert (change.shard.leader, change.shard.epoch, change.version) == ("r0", 1, 1)
     assert change.applied == survived
-    assert notes("lost", actions)[0].updates == ("w1#0",)
+    (lost,) = notes("lost", actions)
+    assert (lost.updates, lost.shards) == (("w1#0",), (0,))
     assert notes("failed-over", actions)[0].loud
     assert said(ReplicaAssigned, actions, "r0").replica == "r1"
 

@@ -283,6 +283,7 @@ class Note(Action, frozen=True):
     updates: tuple[str, ...] = ()
     loud: bool = False  # also a warning in the process's log
     value: float | None = None
+    shards: tuple[int, ...] = ()  # that it is about: which lost the updates, or had applied them
 
 
 class ServerSettings(msgspec.Struct, frozen=True):

@@ -147,7 +147,8 @@ class FailOver:
             why = f"shard {message.shard} is led by {sender} now"
             actions.append(Send(before, "member", StepDown(f"server.{message.shard}", why, orderly=True)))
         if lost:
-            actions.append(Note("lost", f"committed, but not in {sender} when it took over", lost, loud=True))
+            why = f"committed, but not in {sender} when it took over"
+            actions.append(Note("lost", why, lost, loud=True, shards=(message.shard,)))
         replica_actions = self._placing.find_replicas(job)
         change = LeaderChanged(shard.range, message.version, message.applied, expected[1])
         job.changes[message.shard] = change
