@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from mlfabric.bench.cli import app
 from mlfabric.bench.kills import run_kills
-from mlfabric.bench.kills_job import APART, Life, UpdateStory
+from mlfabric.bench.kills_job import APART, Life, UpdateStory, leaders_of
 from mlfabric.bench.kills_ledger import judge_ledger
 from mlfabric.bench.kills_member import LEDGER
 from mlfabric.errors import FabricError
@@ -109,6 +109,14 @@ def test_what_a_shard_had_applied_of_a_dropped_update_may_be_lost_by_it_later(wo
     assert not judge(worker, (0.5, 0, 0))
     assert not judge(worker, (0.5, 1, 0))
     assert judge(worker, (0.5, 0, 0), divergence=0), "with a replica that is level nothing is lost"
+
+
+def test_a_leader_that_has_not_heard_of_its_successor_leads_no_more(worker: Life) -> None:
+    other = Life(WORKER, 1, worker.process, worker.log, worker.said)
+    worker._hear({"roles": {"server.0": 0, "server.1": 0, "replica.2": 0}, "followed": ["server.0"]})
+    other._hear({"roles": {"server.0": 1, "worker": 0}, "followed": []})
+    assert leaders_of([worker, other]) == {"server.0": other, "server.1": worker}
+    assert "server.0" not in leaders_of([worker, other])["server.0"].followed
 
 
 @pytest.mark.parametrize("wrong", [["--role", "cook"], ["--how", "fire"], ["--times", "0"], ["--sync"]])

@@ -87,6 +87,7 @@ class ServerStatistics(msgspec.Struct, frozen=True):
     waiting: int
     divergence: float
     largest_delay: int
+    followed: bool  # by a replica that could take over
 
 
 class Server:
@@ -427,6 +428,7 @@ class Server:
             waiting=len(self._lineup.places),
             divergence=self._standing.divergence,
             largest_delay=self._largest_delay,
+            followed=self._link.filled,
         )
 
     def validate(self) -> None:
