@@ -369,6 +369,21 @@ def test_an_update_offered_again_that_came_by_its_first_way_needs_nothing_more()
     assert not sent(Grant, fabric.wait(2.0))
 
 
+def test_of_updates_that_some_shards_have_applied_the_oldest_goes_first() -> None:
+    """Else a younger one could make it too old at its turn, and it can't be dropped any more."""
+    fabric = Fabric("w0", "w1", "w2", "s0", "s1").ready(shards=2)
+    for index, leader in enumerate(("s0", "s1")):
+        fabric.tell(AppliedReport(index, 0, 4, (), 0.0, None), leader)
+    actions: list[Action] = []
+    for worker, base in (("w0", 3), ("w1", 0), ("w2", 2)):
+        bases = (Version(0, 4), Version(0, base))
+        again = OfferUpdate(f"{worker}#0", 4000, bases, 1.0, 0, (1,), "the scheduler changed")
+        actions += fabric.tell(again, worker)
+    actions += fabric.wait(0.01)
+    numbers = {worker: said(Grant, actions, worker).number for worker in ("w0", "w1", "w2")}
+    assert sorted(numbers, key=lambda worker: numbers[worker]) == ["w1", "w2", "w0"]
+
+
 def test_a_dead_workers_offers_go_with_it() -> None:
     fabric = Fabric("w0", "w1", "s0").ready()
     fabric.offer("w1#0")

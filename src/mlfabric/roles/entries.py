@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mlfabric.messages import JobSettings, MemberUpdate, OfferUpdate, ShardRange, Version
+from mlfabric.messages import JobSettings, MemberUpdate, OfferUpdate, ShardRange, Version, count_at
 from mlfabric.plan.values import Reserved
 from mlfabric.roles.release import remainder
 
@@ -105,6 +105,12 @@ class Entries:
         under_way = sum(1 for granted in self.granted.values() if shard in granted.parts)
         leaving = sum(1 for index, _ in self.leaving if index == shard)
         return self.shards[shard].version + under_way + leaving
+
+    def age(self, waiting: WaitingUpdate) -> int:
+        """How many updates a shard that lacks this one has taken since it was computed, at the most."""
+        offer = waiting.offer
+        books = [(self.shards[index], offer.bases[index]) for index in offer.shards]
+        return max(book.version - count_at(base, book.fail_overs) for book, base in books)
 
     def reserved(self, now: float) -> list[Reserved]:
         """What is under way for this job, as far as it should still be."""

@@ -169,12 +169,13 @@ class Granting:
     def grant_remainders(
         self, network: Network, members: Mapping[str, MemberInfo], bound: int | None, now: float
     ) -> list[Action]:
-        """An update that some shards have applied can't be dropped any more: its other parts go at once."""
+        """An update that some shards have applied can't be dropped any more: its other parts go at once, the
+        oldest first, so that none becomes too old by waiting for another."""
+        shards = len(self._entries.shards)
+        rests = [each for each in self._entries.decidable() if len(each.offer.shards) < shards]
         actions: list[Action] = []
-        for waiting in self._entries.decidable():
+        for waiting in sorted(rests, key=lambda each: (-self._entries.age(each), each.arrival)):
             update = waiting.offer.update
-            if len(waiting.offer.shards) == len(self._entries.shards):
-                continue
             del self._entries.waiting[update]
             number = self._entries.next_number
             self._entries.next_number += 1
