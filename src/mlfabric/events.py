@@ -143,9 +143,12 @@ class RatesMeasured(Event, frozen=True):
 
 class FlowsMeasured(Event, frozen=True):
     """How fast bulk bytes go to peers: (peer, payload bytes per second, whether the network held them back);
-    None when they have just begun, zero when they have all gone."""
+    None when they have just begun, zero when they have all gone. Also what goes out and comes in, all
+    peers together."""
 
     flows: tuple[tuple[str, float | None, bool], ...]
+    up_bytes_per_s: float | None = None
+    down_bytes_per_s: float | None = None
 
 
 class DrainRequested(Event, frozen=True):

@@ -101,3 +101,21 @@ def test_a_busy_processor_is_not_taken_for_a_slow_network() -> None:
     node = Node()
     node.send(2.0, tick_s=LATE_S + 0.05)
     assert node.told == [FlowSample("s", None, False)]
+
+
+def test_all_that_goes_out_and_comes_in_is_told_once_two_samples_agree() -> None:
+    watch = FlowWatch()
+    told: list[tuple[float | None, float | None]] = []
+    for look in range(1, 41):
+        now = look * TICK_S
+        moved = int(RATE * min(now, 0.5))
+        watch.look(now, [], False, (moved, 2 * moved))
+        told.append(watch.totals(now))
+    ups, downs = ([each[way] for each in told if each[way] is not None] for way in (0, 1))
+    assert ups[0] == pytest.approx(RATE, rel=0.01)
+    assert downs[0] == pytest.approx(2 * RATE, rel=0.01)
+    assert ups[-1] == downs[-1] == 0.0
+    burst = FlowWatch()
+    for look in range(1, 41):
+        burst.look(look * TICK_S, [], False, (int(RATE) if look > 20 else 0, 0))
+        assert burst.totals(look * TICK_S) == (None, None)  # what was read in one go is no rate

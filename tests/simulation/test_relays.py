@@ -33,6 +33,7 @@ class PullRun:
     hosts: tuple[Host, ...] = ()  # of s, w1, w2, ...; none: one each, with equal links
     racks: tuple[Rack, ...] = ()
     everywhere: bool = False  # everybody leads a part
+    aggregate: bool = True
     seconds: float = 60.0
     fault: tuple[float, Callable[[Simulation], None]] | None = None  # so long after they have asked
 
@@ -46,7 +47,7 @@ class PullRun:
         sim = self.sim = Simulation(Network.of(dict.fromkeys(hosts), self.racks), log=self.log)
         sim.add_scheduler("sched", hosts[0].name)
         self.model = np.random.default_rng(3).standard_normal(SIZE // 4).astype(np.float32)
-        settings = JobSettings(unbounded=True, divergence=None, shards=self.shards)
+        settings = JobSettings(unbounded=True, divergence=None, shards=self.shards, aggregate=self.aggregate)
         for number, (name, host) in enumerate(zip(names, hosts, strict=True)):
             roles = MEMBER_ROLES if self.everywhere else ("worker", "server" if name == "s" else "aggregator")
             node = sim.add_node(name, host.name, "sched", roles, expected=len(names))
@@ -122,6 +123,13 @@ def test_where_everybody_leads_nothing_is_passed_on() -> None:
     run = PullRun(workers=7, shards=8, everywhere=True).run()
     run.check()
     assert run.passed_on() == 0
+
+
+def test_members_that_shall_not_work_for_others_pass_nothing_on() -> None:
+    run = PullRun(workers=4, aggregate=False).run()
+    run.check()
+    assert run.passed_on() == 0
+    assert max(run.took.values()) == pytest.approx(4 * ALONE_S, rel=0.01)
 
 
 def test_one_copy_enters_a_host_and_a_rack() -> None:

@@ -85,9 +85,12 @@ class FlowRate(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FlowsSeen(Message, frozen=True):
-    """How fast the sender's bulk transfers go, for the scheduler to find out which links hold them back."""
+    """How fast the sender's bulk transfers go, for the scheduler to find out which links hold them back; and
+    what it sends and receives in bulk altogether, where that is known."""
 
     flows: tuple[FlowRate, ...]
+    up_bytes_per_s: float | None = None
+    down_bytes_per_s: float | None = None
 
 
 # Why a node is gone that said good-bye; its connections end by themselves, after what they still carry.

@@ -56,6 +56,9 @@ class BandwidthView:
 
     def _see_flows(self, node: str, message: FlowsSeen, now: float) -> bool:
         news = False
+        for way, total in zip(WAYS, (message.up_bytes_per_s, message.down_bytes_per_s), strict=True):
+            if total is not None and 0 <= total < MAX_RATE:
+                news |= self._beliefs.total_seen(self._members[node].host, way, total, now, node)
         for flow in message.flows:
             sensible = flow.bytes_per_s is None or 0 <= flow.bytes_per_s < MAX_RATE
             if flow.node in self._members and sensible:

@@ -7,6 +7,7 @@ which hears of all flows (`roles.blame`).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -30,6 +31,8 @@ PACED = 0.92
 RAISE = 2.0
 # One sample above the last by so much: it grows still.
 GROWS = 1.15
+# A node's total is the second highest of so many samples.
+TOTAL_SAMPLES = 3
 # What differs by less, or was said less long ago, is not said again.
 WORTH_TELLING = 0.07
 REPEAT_S = 0.25
@@ -99,19 +102,58 @@ class _Flow:
         return True
 
 
+class _Total:
+    """All that goes out of a node in bulk, or comes in."""
+
+    def __init__(self) -> None:
+        self._sample: tuple[float, int] | None = None
+        self._samples: deque[float] = deque([0.0] * TOTAL_SAMPLES, maxlen=TOTAL_SAMPLES)
+        self._told: tuple[float, float] = (float("-inf"), 0.0)
+
+    def look(self, now: float, count: int, late: bool) -> None:
+        """`count`: bytes, ever."""
+        if self._sample is None or late:
+            self._sample = (now, count)
+            return
+        began, before = self._sample
+        if now - began >= SAMPLE_S:
+            self._sample = (now, count)
+            self._samples.append((count - before) / (now - began))
+
+    def news(self, now: float) -> float | None:
+        """The rate, if it is worth telling. One sample alone may hold what had been queued before, or an
+        interruption: two of the last few have to be as high."""
+        rate = sorted(self._samples)[-2]
+        at, told = self._told
+        if abs(rate - told) <= WORTH_TELLING * told and (rate == 0 or now - at < REPEAT_S):
+            return None
+        self._told = (now, rate)
+        return rate
+
+
 class FlowWatch:
     """All bulk flows of a node."""
 
     def __init__(self) -> None:
         self._flows: dict[str, _Flow] = {}
+        self._totals = (_Total(), _Total())  # out, in
         self._looked_at = float("-inf")
         self._ended: list[str] = []
 
-    def look(self, now: float, states: Iterable[tuple[str, BulkState]], shared: bool) -> list[str]:
+    def look(
+        self,
+        now: float,
+        states: Iterable[tuple[str, BulkState]],
+        shared: bool,
+        counts: tuple[int, int] = (0, 0),
+    ) -> list[str]:
         """Look at every flow that has bytes to send; `shared`: others of ours use the links, so nothing can
-        be said of limits. The peers whose pace held them back: it may be raised."""
+        be said of limits. `counts`: bytes that ever went to other hosts, and came from them. The peers whose
+        pace held them back: it may be raised."""
         late = now - self._looked_at > LATE_S
         self._looked_at = now
+        for total, count in zip(self._totals, counts, strict=True):
+            total.look(now, count, late)
         raised, current = [], dict(states)
         for peer in [peer for peer in self._flows if peer not in current]:
             if self._flows.pop(peer).told is not None:
@@ -124,8 +166,14 @@ class FlowWatch:
                     raised.append(peer)
         return raised
 
+    def totals(self, now: float) -> tuple[float | None, float | None]:
+        """What the scheduler should hear of all that goes out and comes in: one flow may be short and its
+        part of a link unknown, but what the link carries is known exactly."""
+        out, into = (total.news(now) for total in self._totals)
+        return out, into
+
     def news(self, now: float) -> tuple[FlowSample, ...]:
-        """What the scheduler should hear."""
+        """What the scheduler should hear of single flows."""
         told = [FlowSample(peer, 0.0, False) for peer in self._ended]
         self._ended.clear()
         for peer, flow in self._flows.items():

@@ -107,8 +107,10 @@ class Member:
                 return [self._tell(DrainWanted(self._settings.member.node))]
             case RatesMeasured(up_bytes_per_s=up, down_bytes_per_s=down) if self._label is not None:
                 return [self._tell(RatesLearned(up, down))]
-            case FlowsMeasured(flows=flows) if self._label is not None:
-                return [self._tell(FlowsSeen(tuple(FlowRate(*flow) for flow in flows)))]
+            case FlowsMeasured(flows=flows, up_bytes_per_s=up, down_bytes_per_s=down) if (
+                self._label is not None
+            ):
+                return [self._tell(FlowsSeen(tuple(FlowRate(*flow) for flow in flows), up, down))]
             case LeaveRequested():
                 self._left, self._beat_at = True, None
                 return [self._tell(Leave(self._settings.member.node))]

@@ -355,15 +355,14 @@ class Pulls:
         return min(network.capacity(link) / (1 + users.get(link, 0)) for link in network.path(here, there))
 
     def _users(self) -> Counter[Link]:
-        """How many parts of models each link carries."""
+        """How many pulls each link serves; the parts that one host sends another follow each other."""
         network = self._domain.network
-        return Counter(
-            link
+        ways = [
+            {(reserved.source, reserved.target) for reserved, _ in pulling.reserved.values()}
             for job in self._domain.jobs.values()
             for pulling in job.pulls.values()
-            for reserved, _ in pulling.reserved.values()
-            for link in network.path(reserved.source, reserved.target)
-        )
+        ]
+        return Counter(link for each in ways for way in each for link in network.path(*way))
 
     def spare_replication(self, job: Job, report: AppliedReport) -> list[Action]:
         """Use a moment's spare capacity before the bound makes the server wait."""

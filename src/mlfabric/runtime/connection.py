@@ -27,6 +27,7 @@ READ_BUDGET_BYTES = 4 * 2**20
 # In the kernel's struct tcp_info: bytes acknowledged, microseconds busy, and of them held back by the window.
 _ACKED_AT = 120
 _TCP_INFO = struct.Struct("=Q40xQQ")
+_MOVED = struct.Struct("=QQ")  # bytes acknowledged, bytes received
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +83,7 @@ class Connection:
         self._chunk = 0
         self._paced_for: Sending | None = None
         self._pace = float("inf")  # bytes per second that the kernel sends at most
+        self._raised = 0.0  # what went that fast since there was nothing to send
         self._scratch: bytearray | None = None
         self.allowance: Allowance | None = None  # of bulk bytes
 
@@ -167,6 +169,7 @@ class Connection:
                 continue
             self._buffers = self._chunk_of(sending)
             return True
+        self._raised = 0.0
         return False
 
     def _next(self) -> Sending | None:
@@ -178,7 +181,7 @@ class Connection:
         if self._paced_for is not sending:
             self._paced_for = sending
             planned = sending.rate_bytes_per_s
-            self._set_pace(float("inf") if planned is None else HEADROOM * planned)
+            self._set_pace(float("inf") if planned is None else max(HEADROOM * planned, self._raised))
         buffers = []
         if not sending.opened:
             sending.opened = True
@@ -196,14 +199,30 @@ class Connection:
             set_pace(self.sock, pace if pace < float("inf") else None)
 
     def raise_pace(self) -> None:
-        """What is being sent goes as fast as it may: let it go faster."""
-        self._set_pace(RAISE * self._pace)
+        """What is being sent goes as fast as it may: let it, and what follows it, go faster."""
+        self._raised = RAISE * self._pace
+        self._set_pace(self._raised)
 
     def bulk_state(self) -> BulkState:
         """How the transfers on this connection fare, as the kernel sees it."""
         info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
         acked, busy, window = _TCP_INFO.unpack_from(info, _ACKED_AT)
         return BulkState(acked, busy, window, self._pace, self._next() is not None)
+
+    def moved_bytes(self) -> tuple[int, int]:
+        """What was ever sent and acknowledged, and what came, as the kernel counts it."""
+        sent, received = _MOVED.unpack_from(
+            self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136), _ACKED_AT
+        )
+        return sent, received
+
+    def crosses_links(self) -> bool:
+        """Whether it leads to another host."""
+        try:
+            here, there = self.sock.getsockname(), self.sock.getpeername()
+        except OSError:
+            return False  # not connected yet, or no more
+        return bool(here[0] != there[0])
 
     # --- receiving --------------------------------------------------------------------------------------
 

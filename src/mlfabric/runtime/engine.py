@@ -21,7 +21,7 @@ from mlfabric.collective.switchboard import Switchboard
 from mlfabric.config import parse_address
 from mlfabric.data import DataPlane
 from mlfabric.eventlog import FileLog, LogSink
-from mlfabric.events import FlowsMeasured, GroupRequested, RatesMeasured
+from mlfabric.events import GroupRequested, RatesMeasured
 from mlfabric.groupcalls import GroupCalls
 from mlfabric.messages import (
     LEFT,
@@ -228,8 +228,8 @@ class Engine:
         if rates is not None:
             self.node.post("member", RatesMeasured(*rates))
         flows = self._transfers.look(time.monotonic(), self.mesh.board.busy)
-        if flows:
-            self.node.post("member", FlowsMeasured(tuple((f.peer, f.bytes_per_s, f.limited) for f in flows)))
+        if flows is not None:
+            self.node.post("member", flows)
         if now >= self._expire_at:
             self._expire_at = now + EXPIRE_S
             self._expire()

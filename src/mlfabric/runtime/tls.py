@@ -123,6 +123,9 @@ class TlsSocket:
     def getsockopt(self, *arguments: Any) -> Any:
         return self._inner.getsockopt(*arguments)
 
+    def getsockname(self) -> Any:
+        return self._inner.getsockname()
+
     def getpeername(self) -> Any:
         return self._inner.getpeername()
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from mlfabric.events import FlowsMeasured
 from mlfabric.messages import TransferHeader
 from mlfabric.node import Node
 from mlfabric.numerics import Vector
-from mlfabric.roles.flows import TICK_S, FlowSample, FlowWatch
+from mlfabric.roles.flows import REPEAT_S, TICK_S, FlowWatch
 from mlfabric.runtime.allowance import Allowance
 from mlfabric.runtime.connection import Connection, Receiving, Sending
 from mlfabric.runtime.counters import Traffic
@@ -39,28 +40,49 @@ class Transfers:
         self.traffic = Traffic()
         self._flows = FlowWatch()
         self._look_at: float | None = None
+        self._came_at = float("-inf")
+        self._used: dict[Connection, tuple[int, int]] = {}  # to other hosts: bytes sent and received so far
+        self._counts = (0, 0)  # over all of them, those that are gone too
 
     # --- rates ------------------------------------------------------------------------------------------
 
     def next_look(self, now: float) -> float | None:
         """When the flows have to be looked at again; None: nothing is under way."""
-        if self._look_at is None and self._sending:
+        if self._look_at is None and (self._sending or now - self._came_at < REPEAT_S):
             self._look_at = now
         return self._look_at
 
-    def look(self, now: float, shared: bool) -> tuple[FlowSample, ...]:
+    def look(self, now: float, shared: bool) -> FlowsMeasured | None:
         """See how the flows fare; what of it is news. `shared`: collectives use the same links just now."""
         if self._look_at is None or now < self._look_at:
-            return ()
+            return None
         self._sending = {transfer: c for transfer, c in self._sending.items() if c.sock.fileno() >= 0}
         sending = {c.peer: c for c in self._sending.values() if c.ready and c.sendings}
-        self._look_at = now + TICK_S if self._sending else None
+        self._look_at = now + TICK_S if self._sending or now - self._came_at < REPEAT_S else None
         states = [(peer, connection.bulk_state()) for peer, connection in sending.items()]
+        self._count()
         if time.monotonic() - now > BRIEF_S:
-            return ()  # we were interrupted: nobody knows when it was like that
-        for peer in self._flows.look(now, states, shared):
+            return None  # we were interrupted: nobody knows when it was like that
+        for peer in self._flows.look(now, states, shared, self._counts):
             sending[peer].raise_pace()
-        return self._flows.news(now)
+        flows, (up, down) = self._flows.news(now), self._flows.totals(now)
+        if not flows and up is None and down is None:
+            return None
+        return FlowsMeasured(tuple((flow.peer, flow.bytes_per_s, flow.limited) for flow in flows), up, down)
+
+    def _use(self, connection: Connection) -> None:
+        if connection not in self._used and connection.crosses_links():
+            self._used[connection] = connection.moved_bytes()
+
+    def _count(self) -> None:
+        """What all connections carried since the last look."""
+        sent, received = self._counts
+        self._used = {c: counts for c, counts in self._used.items() if c.sock.fileno() >= 0}
+        for connection, before in self._used.items():
+            now = self._used[connection] = connection.moved_bytes()
+            sent += now[0] - before[0]
+            received += now[1] - before[1]
+        self._counts = (sent, received)
 
     # --- sending ----------------------------------------------------------------------------------------
 
@@ -92,6 +114,7 @@ class Transfers:
             self._passing.setdefault(follows, []).append((sending, connection))
         connection.allowance = self._allowance
         connection.sendings.append(sending)
+        self._use(connection)
         self._sending[header.transfer] = connection
         return connection
 
@@ -123,12 +146,14 @@ class Transfers:
                 self._node.transfer_finished(header.transfer)
             return
         connection.receiving[frame.stream] = Receiving(header.transfer, header.size_bytes, view)
+        self._use(connection)
 
     def arrived(self, connection: Connection, frame: Frame) -> None:
         receiving = connection.receiving.get(frame.stream)
         if receiving is None:
             return
         receiving.offset += frame.length
+        self._came_at = time.monotonic()
         self.traffic.count_received(connection.peer, frame.length)
         for sending, onward in self._passing.get(receiving.transfer, ()):
             sending.there = receiving.offset

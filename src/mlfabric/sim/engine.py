@@ -9,6 +9,7 @@ order in which things were asked for, so equal inputs give equal runs.
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -73,6 +74,15 @@ class LinkUse:
     carried_bytes: float = 0.0
 
 
+@dataclass(slots=True)
+class PairUse:
+    """What one node sent another in bulk, as a kernel counts it."""
+
+    acked_bytes: float = 0.0
+    busy_s: float = 0.0  # so long has it had bytes to send
+    raised: float = 0.0  # pace that what follows may keep to, while there is something to send
+
+
 @dataclass(order=True, slots=True)
 class _Call:
     at_s: float
@@ -94,6 +104,9 @@ class Simulation:
         self._sequence = 0
         self._capacity = {link: network.capacity(link) for link in network.links()}
         self._transfers: dict[tuple[str, str], _Transfer] = {}  # (source node, transfer)
+        self._lines: dict[tuple[str, str], list[_Transfer]] = {}  # under way, by source and target node
+        self.sent: defaultdict[tuple[str, str], PairUse] = defaultdict(PairUse)  # (source, target node)
+        self.headroom = 1.0  # transfers may go so much faster than planned
         self._frames: dict[tuple[str, str], _FrameMoving] = {}  # (source node, target node)
         self._stuck: list[_FrameMoving] = []  # cut off on their way; TCP sends them again
         self._moved_until = 0.0
@@ -252,6 +265,8 @@ class Simulation:
 
     def start_transfer(self, transfer: _Transfer) -> None:
         key = (transfer.source, transfer.header.transfer)
+        if key in self._transfers:
+            self._end_flow(key)
         self._transfers[key] = transfer
 
         def arrive(node: Node) -> None:
@@ -262,7 +277,10 @@ class Simulation:
                 self._end_flow(key)
                 return
             transfer.under_way = True
-            self._reshare()
+            line = self._lines.setdefault((transfer.source, transfer.target), [])
+            line.append(transfer)
+            if len(line) == 1:
+                self._reshare()
 
         self.deliver(transfer.source, transfer.target, arrive)
 
@@ -284,15 +302,30 @@ class Simulation:
         self._reshare()
 
     def _end_flow(self, key: tuple[str, str]) -> None:
-        ended = self._transfers.pop(key)
-        if ended.under_way:
+        transfer = self._transfers.pop(key)
+        if transfer.under_way and self._leave_line(transfer):
             self._reshare()
-            ended.flow.rate = 0.0  # nothing more comes for those who pass it on
+            transfer.flow.rate = 0.0  # nothing more comes for those who pass it on
+
+    def _leave_line(self, transfer: _Transfer) -> bool:
+        """Between two nodes transfers go one after the other, over one connection; whether it was the one
+        that moves. What was raised of its pace holds for those behind it."""
+        self._move()
+        pair = (transfer.source, transfer.target)
+        line = self._lines[pair]
+        moved = line[0] is transfer
+        line.remove(transfer)
+        if not line:
+            del self._lines[pair]
+            self.sent[pair].raised = 0.0
+        elif moved:
+            line[0].flow.pace = max(line[0].flow.pace, self.sent[pair].raised)
+        return moved
 
     def bulk_flows(self) -> list[tuple[str, str, Flow]]:
-        """(source node, target node, flow) of all transfers under way, up to now."""
+        """(source node, target node, flow) of all transfers that move, up to now."""
         self._move()
-        return [(t.source, t.target, t.flow) for t in self._transfers.values() if t.under_way and t.flow.path]
+        return [(*pair, line[0].flow) for pair, line in self._lines.items() if line[0].flow.path]
 
     def share_again(self) -> None:
         """After the pace of a flow has changed."""
@@ -303,8 +336,13 @@ class Simulation:
         coming = (t for t in self._transfers.values() if t.target == target)
         return next((t.flow for t in coming if t.header.transfer == transfer), None)
 
+    def raise_pace(self, source: str, target: str, factor: float) -> None:
+        """What a node sends another may go faster than planned."""
+        flow = self._lines[source, target][0].flow
+        flow.pace = self.sent[source, target].raised = factor * flow.pace
+
     def _moving(self) -> list[Flow]:
-        flows = [transfer.flow for transfer in self._transfers.values() if transfer.under_way]
+        flows = [line[0].flow for line in self._lines.values()]
         return flows + [moving.flow for moving in self._frames.values()]
 
     # --- frames of collective operations ----------------------------------------------------------------
@@ -370,11 +408,19 @@ class Simulation:
         self._moved_until = self.now
         if passed <= 0:
             return
-        for flow in self._moving():
-            moved = min(flow.rate * passed, flow.remaining)
-            flow.remaining -= moved
-            for link in flow.path:
-                self.carried[str(link)].carried_bytes += moved
+        for pair, line in self._lines.items():
+            use = self.sent[pair]
+            use.acked_bytes += self._move_flow(line[0].flow, passed)
+            use.busy_s += passed
+        for moving in self._frames.values():
+            self._move_flow(moving.flow, passed)
+
+    def _move_flow(self, flow: Flow, seconds: float) -> float:
+        moved = min(flow.rate * seconds, flow.remaining)
+        flow.remaining -= moved
+        for link in flow.path:
+            self.carried[str(link)].carried_bytes += moved
+        return moved
 
     def _reshare(self) -> None:
         self._move()
@@ -392,13 +438,11 @@ class Simulation:
         if flow_round != self._flow_round:
             return  # rates changed since
         self._move()
-        done = [
-            (key, t)
-            for key, t in self._transfers.items()
-            if t.under_way and t.flow.remaining <= max(1e-6, 1e-9 * t.payload.nbytes)
-        ]
-        for key, _ in done:
-            del self._transfers[key]
+        heads = [line[0] for line in self._lines.values()]
+        done = [t for t in heads if t.flow.remaining <= max(1e-6, 1e-9 * t.payload.nbytes)]
+        for transfer in done:
+            del self._transfers[transfer.source, transfer.header.transfer]
+            self._leave_line(transfer)
         landed = [moving for moving in self._frames.values() if moving.flow.remaining <= 1e-3]
         for moving in landed:
             del self._frames[moving.source, moving.target]
@@ -406,7 +450,7 @@ class Simulation:
         for moving in landed:
             if self.nodes[moving.source].alive:
                 self._frame_landed(moving)
-        for _, transfer in done:
+        for transfer in done:
             assert transfer.place is not None
             transfer.place[:] = transfer.payload
             name = transfer.header.transfer
@@ -519,7 +563,7 @@ class SimNode:
             )
             return
         path = sim.network.path(self.host, target.host)
-        pace = rate_bytes_per_s if rate_bytes_per_s is not None else float("inf")
+        pace = rate_bytes_per_s * sim.headroom if rate_bytes_per_s is not None else float("inf")
         flow = Flow(header.transfer, path, float(max(payload.nbytes, 1)), pace if path else INSIDE)
         flow.ahead = sim.flow_to(self.name, follows) if follows else None
         flow.chunk = float(min(chunk_bytes, payload.nbytes))
