@@ -50,6 +50,7 @@ class GrantedUpdate:
     number: int
     parts: dict[int, GrantedPart]
     weight: float = 1.0
+    again: bool = False  # its parts have been granted a second time in its place
 
 
 @dataclass(slots=True)
@@ -75,6 +76,7 @@ class Entries:
         self.groups: dict[str, GatheringGroup] = {}
         self.taking_over: dict[int, str] = {}  # shard whose lead moves just now -> node that will have it
         self.leaving: dict[tuple[int, str], int] = {}  # (shard, update) -> slot; may still be applied
+        self.broken: set[str] = set()  # granted ones that keep their place; their parts are to be sent again
         self.next_number = max(term * NUMBERS_PER_TERM, first_number)
         self.next_group = first_number  # no fewer than there were groups; their names are not used twice
         self.plan_at: float | None = None

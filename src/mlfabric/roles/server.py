@@ -206,6 +206,9 @@ class Server:
         if message.epoch != self._epoch:
             return []
         self._standing.max_delay = message.max_delay
+        if self._staged is not None:  # who is in this step has no need of a place any more
+            slots = tuple(slot for slot in message.slots if slot.number != self._staged.number)
+            message = msgspec.structs.replace(message, slots=slots)
         return [*self._lineup.add(message, now), *self._advance(now)]
 
     def _advance(self, now: float) -> list[Action]:
