@@ -103,7 +103,13 @@ class LedgerRun:
             self._struck.add(name)
             ends = self.sim.now + at + (more[0] if more else 0.0)
             self._last_fault_ends = max(self._last_fault_ends, ends)
-            self.sim.at(self.sim.now + at, lambda w=what, n=name, m=more: getattr(self.sim, w)(n, *m))  # type: ignore[misc]
+            do = self._reset if what == "reset" else getattr(self.sim, what)
+            self.sim.at(self.sim.now + at, lambda d=do, n=name, m=more: d(n, *m))  # type: ignore[misc]
+
+    def _reset(self, name: str) -> None:
+        """Its connections break, and are made anew at once."""
+        self.sim._break_transfers(name, "connection reset by peer", both=True)
+        self.sim.send_again(name)
 
     def _learn(self, name: str, rate: float) -> None:
         self.sim.set_rate(name, rate, rate)
