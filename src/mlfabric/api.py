@@ -74,6 +74,8 @@ class Ticket:
             raise FabricError(
                 f"update {self.update} was dropped, so no replica will hold it: {outcome.reason}"
             )
+        if self.lost:
+            raise FabricError(f"update {self.update} was lost in a fail-over, so no replica will hold it")
         answer = self._fabric._client.durable(self.update)
         _wait(answer, timeout, f"the replica does not hold update {self.update} yet")
 

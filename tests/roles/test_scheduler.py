@@ -369,6 +369,51 @@ def test_an_update_offered_again_that_came_by_its_first_way_needs_nothing_more()
     assert not sent(Grant, fabric.wait(2.0))
 
 
+def test_of_updates_that_some_shards_have_applied_the_oldest_goes_first() -> None:
+    """Else a younger one could make it too old at its turn, and it can't be dropped any more."""
+    fabric = Fabric("w0", "w1", "w2", "s0", "s1").ready(shards=2)
+    for index, leader in enumerate(("s0", "s1")):
+        fabric.tell(AppliedReport(index, 0, 4, (), 0.0, None), leader)
+    actions: list[Action] = []
+    for worker, base in (("w0", 3), ("w1", 0), ("w2", 2)):
+        bases = (Version(0, 4), Version(0, base))
+        again = OfferUpdate(f"{worker}#0", 4000, bases, 1.0, 0, (1,), "the scheduler changed")
+        actions += fabric.tell(again, worker)
+    actions += fabric.wait(0.01)
+    numbers = {worker: said(Grant, actions, worker).number for worker in ("w0", "w1", "w2")}
+    assert sorted(numbers, key=lambda worker: numbers[worker]) == ["w1", "w2", "w0"]
+
+
+def test_what_some_shards_have_applied_is_sent_again_in_its_place_once() -> None:
+    fabric = Fabric("w0", "w1", "s0", "s1").ready(shards=2)
+    both = (Version(0, 0), Version(0, 0))
+    fabric.tell(OfferUpdate("w0#0", 4000, both, 1.0, 0, (0, 1)), "w0")
+    first = said(Grant, fabric.wait(0.1), "w0")
+    leaders = {part.shard: part.node for part in first.parts}
+    fabric.tell(AppliedReport(0, 0, 1, ("w0#0",), 0.0, None), leaders[0])
+    again = OfferUpdate("w0#0", 4000, both, 1.0, 0, (1,), "its transfer broke off")
+    actions = [*fabric.tell(again, "w0"), *fabric.wait(0.01)]
+    assert not sent(WithdrawSlot, actions)
+    grant = said(Grant, actions, "w0")
+    assert (grant.number, grant.weight, [part.shard for part in grant.parts]) == (
+        first.number,
+        first.weight,
+        [1],
+    )
+    (slot,) = said(Sequence, actions, leaders[1]).slots
+    assert (slot.number, slot.members[0].update) == (first.number, "w0#0")
+    # A path that breaks every time must not hold up the others for ever.
+    assert said(WithdrawSlot, fabric.tell(again, "w0"), leaders[1]).number == first.number
+
+
+def test_what_no_shard_has_applied_is_placed_anew_when_it_is_offered_again() -> None:
+    fabric = Fabric("w0", "w1", "s0", "s1").ready(shards=2)
+    offer = OfferUpdate("w0#0", 4000, (Version(0, 0), Version(0, 0)), 1.0, 0, (0, 1), "broke off")
+    fabric.tell(offer, "w0")
+    fabric.wait(0.1)
+    assert len(sent(WithdrawSlot, fabric.tell(offer, "w0"))) == 2
+
+
 def test_a_dead_workers_offers_go_with_it() -> None:
     fabric = Fabric("w0", "w1", "s0").ready()
     fabric.offer("w1#0")
@@ -405,7 +450,8 @@ def test_a_dead_leader_is_replaced_by_its_replica_and_everybody_hears_what_survi
     change = sent(LeaderChanged, actions, "w0")[0]
     assert (change.shard.leader, change.shard.epoch, change.version) == ("r0", 1, 1)
     assert change.applied == survived
-    assert notes("lost", actions)[0].updates == ("w1#0",)
+    (lost,) = notes("lost", actions)
+    assert (lost.updates, lost.shards) == (("w1#0",), (0,))
     assert notes("failed-over", actions)[0].loud
     assert said(ReplicaAssigned, actions, "r0").replica == "r1"
 

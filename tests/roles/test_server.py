@@ -189,6 +189,43 @@ def test_every_waiting_one_counts_when_somebody_wants_to_overtake() -> None:
     assert not of(MeasureStep, bring(role, "w5#0")), "w3 would have delay 5"
 
 
+def test_an_update_that_is_granted_again_keeps_its_place() -> None:
+    role = server()
+    role.tell(slots("w0#0", "w1#0", "w2#0", "w3#0", "w4#0"))
+    role.tell(slots("w5#0", first=5, base=3))
+    for name in ("w1#0", "w2#0", "w3#0", "w4#0"):
+        applied(role, name)
+    assert not of(MeasureStep, bring(role, "w5#0")), "w0#0 would be too old"
+    role.wait(LEASE_S / 2)
+    assert not of(MeasureStep, role.tell(slots("w0#0")))
+    assert not sent(SlotLate, role.wait(LEASE_S * 0.9)), "it has its time once more"
+    assert of(MeasureStep, bring(role, "w0#0"))
+    assert of(MeasureStep, measured(role)), "who waited for it goes on"
+    assert of(CommitStep, measured(role))
+
+
+def test_an_update_that_is_granted_again_while_its_step_is_made_is_applied_once() -> None:
+    role = server()
+    role.tell(slots("w0#0", "w1#0"))
+    assert of(MeasureStep, bring(role, "w0#0"))
+    role.tell(slots("w0#0"))
+    assert of(CommitStep, measured(role))
+    refused = role(TransferArriving("t/second", "w0", 40, UpdatePart("w0#0", 0, 0, 1.0)))
+    assert one(RefuseTransfer, refused)
+    assert of(CommitStep, applied(role, "w1#0"))
+    assert "applied=2" in str(role.role.statistics())
+
+
+def test_a_place_that_comes_late_stands_by_its_number() -> None:
+    role = server()
+    role.tell(slots("w1#0", "w2#0", first=1))
+    role.tell(slots("w0#0", first=0))
+    assert of(MeasureStep, bring(role, "w2#0"))
+    measured(role)
+    for name in ("w0#0", "w1#0"):
+        applied(role, name)
+
+
 def test_overtaking_is_told_with_its_reason() -> None:
     role = server()
     role.tell(slots("w0#0", "w1#0"))

@@ -25,12 +25,14 @@ from mlfabric.messages import (
     GroupWanted,
     Heartbeat,
     HeartbeatSeen,
+    JobFailed,
     JobKnown,
     JobReady,
     JobSettings,
     Join,
     JoinAccepted,
     LeaderChanged,
+    Leave,
     MemberInfo,
     Members,
     NewTerm,
@@ -54,6 +56,7 @@ from mlfabric.roles.actions import (
     Action,
     FollowScheduler,
     MemberSettings,
+    Note,
     RenewLease,
     SchedulerSettings,
     Send,
@@ -61,6 +64,7 @@ from mlfabric.roles.actions import (
     StopRole,
     WorkerSettings,
 )
+from mlfabric.roles.failover import ENDING_S
 from mlfabric.roles.leases import CEILING_S, FLOOR_S, Leases
 from mlfabric.roles.member import Member
 from mlfabric.roles.participant import Participant
@@ -196,8 +200,14 @@ def test_who_may_count_on_the_scheduler_for_less_than_a_lease_does_not_count_on_
 
 
 def test_a_scheduler_that_leaves_is_succeeded_without_alarm() -> None:
-    lost = notes("scheduler-lost", joined("w1").tell(NodeLost("w0", LEFT), "w0"))
+    fed = joined("w1")
+    lost = notes("scheduler-lost", fed.tell(NodeLost("w0", LEFT), "w0"))
     assert not lost[0].loud
+    for voter in ("w2", "w3"):
+        votes = fed.tell(VoteGiven(1, True, "", 0, "w0", 1), voter)
+    settings = one(StartRole, votes).settings
+    assert isinstance(settings, SchedulerSettings)
+    assert settings.orderly
 
 
 def test_a_member_registers_once_however_often_it_is_asked() -> None:
@@ -256,9 +266,8 @@ READY = JobReady((RANGE,), (ArraySpec("w", (100,), "float32"),), RuleSpec("Sum")
 class Successor(Fed):
     """A scheduler of term 1 that waits for w0, w1, s0 and r0; s0 led, r0 followed."""
 
-    def __init__(self) -> None:
-        awaited = ("w0", "w1", "s0", "r0")
-        super().__init__(Scheduler(SchedulerSettings("w0", 1, 5, awaited, 1.0)))
+    def __init__(self, awaited: tuple[str, ...] = ("w0", "w1", "s0", "r0"), orderly: bool = False) -> None:
+        super().__init__(Scheduler(SchedulerSettings("w0", 1, 5, awaited, 1.0, orderly=orderly)))
 
     def reports(self, name: str, *told: JobKnown | ShardReport | ReplicaReport) -> list[Action]:
         roles = {"w": ("worker",), "s": ("server", "replica"), "r": ("replica",)}[name[0]]
@@ -296,6 +305,38 @@ def test_a_leader_that_does_not_report_in_time_is_succeeded_by_its_replica() -> 
     fed.reports("r0", ReplicaReport(0, 0, 6, 6))
     assert not sent(Promote, fed.wait(0.9))
     assert said(Promote, fed.wait(0.2), "r0").epoch == 1
+
+
+def test_those_whose_scheduler_and_leaders_left_have_time_to_leave_too() -> None:
+    fed = Successor(("w0", "w1"), orderly=True)
+    fed.reports("w0", JobKnown(READY))
+    actions = [*fed.reports("w1", JobKnown(READY)), *fed.wait(0.3)]
+    assert notes("rebuilt", actions)
+    assert not notes("job-failed", actions)
+    for name in ("w1", "w0"):
+        actions += fed.tell(Leave(name), name)
+    actions += fed.wait(2 * ENDING_S)
+    assert not notes("job-failed", actions)
+    assert not [note for note in of(Note, actions) if note.loud]
+
+
+def test_who_stays_without_leaders_hears_that_the_job_has_failed() -> None:
+    fed = Successor(("w0", "w1"), orderly=True)
+    fed.reports("w0", JobKnown(READY))
+    assert not sent(JobFailed, fed.reports("w1", JobKnown(READY)))
+    failed: list[JobFailed] = []
+    while not failed and fed.now < 2 * ENDING_S:
+        for name in ("w0", "w1"):
+            fed.tell(Heartbeat(fed.now, 1), name)
+        failed = sent(JobFailed, fed.wait(ENDING_S / 4), "w1")
+    assert fed.now >= ENDING_S
+    assert "s0 of shard 0 was lost (it left)" in failed[0].reason
+
+
+def test_leaders_that_are_gone_with_a_scheduler_that_died_are_a_failure_at_once() -> None:
+    fed = Successor(("w0", "w1"))
+    fed.reports("w0", JobKnown(READY))
+    assert sent(JobFailed, fed.reports("w1", JobKnown(READY)))
 
 
 def test_a_host_that_says_the_leader_is_gone_saves_the_wait() -> None:

@@ -77,8 +77,8 @@ def ack(update: str = "w0#0", index: int = 0, count: int = 1, durable: int | Non
     return UpdateApplied(update, index, Version(0, count), 2 + index, held)
 
 
-def changed(applied: AppliedIds, version: int = 5, epoch: int = 1) -> LeaderChanged:
-    return LeaderChanged(shard(epoch=epoch, leader="r0", replica=None), version, applied, "s0 lost")
+def changed(applied: AppliedIds, version: int = 5, epoch: int = 1, index: int = 0) -> LeaderChanged:
+    return LeaderChanged(shard(index, epoch=epoch, leader="r0", replica=None), version, applied, "s0 lost")
 
 
 def pulled(worker: Fed, count: int = 7, shards: int = 1) -> None:
@@ -154,8 +154,12 @@ def test_an_update_that_a_shard_applied_before_it_was_dropped_is_told_loudly() -
     submit(worker)
     worker.tell(grant(shards=2))
     worker.tell(ack(index=1), "s0")
-    assert notes("partly-applied", worker.tell(DropUpdate("w0#0", "overtaken", True)))[0].loud
-    assert notes("partly-applied", worker.tell(ack(index=0), "s0"))[0].loud
+    actions = worker.tell(DropUpdate("w0#0", "overtaken", True))
+    (note,) = notes("partly-applied", actions)
+    assert (note.loud, note.shards) == (True, (1,))
+    assert one(ResolveUpdate, actions).reason == "overtaken; shard 1 had applied it"
+    (later,) = notes("partly-applied", worker.tell(ack(index=0), "s0"))
+    assert (later.loud, later.shards) == (True, (0,))
 
 
 def test_a_broken_transfer_is_offered_again_after_a_while_with_another_name() -> None:
@@ -222,6 +226,22 @@ def test_a_committed_update_that_did_not_survive_is_lost_and_said_so_once() -> N
     assert one(ResolveUpdate, actions).lost
     assert notes("lost", actions)[0].loud
     assert not worker.tell(changed(AppliedIds(), epoch=2))
+
+
+def test_an_update_lost_by_two_shards_is_told_once_and_noted_for_each() -> None:
+    worker = ready(shards=3)
+    submit(worker)
+    worker.tell(grant(shards=3))
+    for index, durable in ((0, 5), (1, 6), (2, 5)):
+        worker.tell(ack(index=index, count=6, durable=durable), "s0")
+    first = worker.tell(changed(AppliedIds(), index=2))
+    assert one(ResolveUpdate, first).lost
+    assert notes("lost", first)[0].shards == (2,)
+    second = worker.tell(changed(AppliedIds(), index=0))
+    assert not of(ResolveUpdate, second)
+    assert notes("lost", second)[0].shards == (0,)
+    assert not notes("lost", worker.tell(changed(AppliedIds(), index=1)))
+    assert "lost=1" in str(worker.role.statistics())
 
 
 def test_a_committed_update_that_survived_is_neither_lost_nor_offered() -> None:

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from mlfabric.events import LogRecord
-from mlfabric.roles.actions import Note
+from mlfabric.messages import OfferUpdate
+from mlfabric.roles.actions import Note, Send
 from tests.simulation.ledger import LedgerRun
 
 
@@ -264,6 +265,30 @@ def test_the_ledger_holds_while_leads_move_and_the_scheduler_is_struck(seed: int
     run.run().check_everything()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_connections_that_break_leave_no_update_partly_applied(seed: int) -> None:
+    """While others wait for it where its bound is near, what broke off is sent again in its place."""
+    rng = random.Random(seed)
+    run = LedgerRun(
+        workers=6 + seed % 2,
+        steps=10,
+        aggregators=0,
+        servers=2,
+        replicas=0,
+        shards=2,
+        divergence=None,
+        max_delay=7 + seed % 2,
+        compute_s=0.01,
+        rates=(1e6, 1e6, 2e6),
+        elements=20000,
+        aggregate=False,
+        faults=tuple((0.4 + 1.5 * turn + rng.random(), "reset", "s1") for turn in range(5)),
+    ).run()
+    run.check_everything()
+    assert any(_is_offered_again(record) for record in run.log.records)
+    assert not run.notes("partly-applied")
+
+
 def test_leads_leave_a_slow_host_and_everybody_is_done_sooner() -> None:
     def run(told: bool) -> LedgerRun:
         return LedgerRun(
@@ -292,3 +317,8 @@ def test_leads_leave_a_slow_host_and_everybody_is_done_sooner() -> None:
     assert all(follows.leader(shard).name not in ("w1", "w2") for shard in range(5))
     assert stays.notes("lead-moved") == []
     assert others_done_s(follows) < 0.5 * others_done_s(stays)
+
+
+def _is_offered_again(record: LogRecord) -> bool:
+    sent = record.record
+    return isinstance(sent, Send) and isinstance(sent.message, OfferUpdate) and bool(sent.message.again)

@@ -30,7 +30,7 @@ from mlfabric.scenario import Scenario, parse
 ROLES = ("worker", "server", "replica", "aggregator", "scheduler", "rank0")
 WAYS = ("kill", "cut", "stop")
 BAR_S = 3.0
-BACK_S = 30.0  # for the struck one to be of use again
+BACK_S = 30.0  # for the struck one to be of use again, and for the job to be whole
 DIVERGENCES = (0.0, 0.05)
 
 
@@ -201,6 +201,7 @@ class _Rounds:
     def _strike(self, job: KillsJob, role: str, how: str) -> bool:
         wait_s = self._rng.uniform(0.3, 2.0)
         time.sleep(wait_s)
+        job.wait(job.is_followed, BACK_S, "not every shard has a filled replica")
         name = job.holder(role, lambda names: self._rng.choice(sorted(names)))
         struck = job.now(name)
         held = tuple(sorted(struck.roles))
@@ -267,7 +268,7 @@ class _Rounds:
 
 
 def _is_back(job: KillsJob, name: str, released: float) -> bool:
-    """All workers commit again, and the leader is followed: the next strike finds what it is meant to."""
+    """All workers commit again, and every leader is followed: the next strike finds what it is meant to."""
     life = job.now(name)
     going = all(
         sum(at > released + 0.5 for at in other.commits()) >= COMMITS_BEFORE for other in job.workers()

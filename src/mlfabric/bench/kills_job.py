@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -89,7 +89,8 @@ class Life:
     log: Path  # events
     said: Path  # warnings
     address: str = ""
-    roles: dict[str, int] = field(default_factory=dict)
+    roles: dict[str, int] = field(default_factory=dict)  # name -> epoch, if it is a server's
+    followed: list[str] = field(default_factory=list)  # of those: a replica could take over
     updates: dict[str, UpdateStory] = field(default_factory=dict)
     failures: list[tuple[float, str]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)  # of training, by step
@@ -97,6 +98,7 @@ class Life:
     lost: list[str] = field(default_factory=list)
     model: dict[str, Any] = field(default_factory=dict)
     left: bool = False
+    silent: bool = False  # it has ended, and all it said is heard
 
     @property
     def running(self) -> bool:
@@ -108,13 +110,14 @@ class Life:
             for line in self.process.stdout:
                 if line.startswith("{"):
                     self._hear(json.loads(line))
+        self.silent = True
 
     def _hear(self, said: dict[str, Any]) -> None:
         match said:
             case {"address": address}:
                 self.address = address
-            case {"roles": roles}:
-                self.roles = roles
+            case {"roles": roles, "followed": followed}:
+                self.roles, self.followed = roles, followed
             case {"offered": update, "coordinate": coordinate}:
                 self.updates[update] = UpdateStory(coordinate)
             case {"outcome": update, "committed": committed, "at_s": at, "reason": reason, "loss": loss}:
@@ -170,6 +173,7 @@ class KillsJob:
         self._addresses: dict[str, str] = lab.describe()["hosts"]
         self._first = next(seat for seat in seats if seat.schedules)
         self._files: list[IO[str]] = []
+        self._shards: set[str] = set()  # the roles of all leaders there were
 
     def __enter__(self) -> KillsJob:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -260,7 +264,7 @@ class KillsJob:
     def wait(self, holds: Callable[[], bool], limit_s: float, what: str) -> None:
         until = time.monotonic() + limit_s
         while not holds():
-            ended = [life for life in self.present() if not life.running and not life.left]
+            ended = [life for life in self.present() if life.silent and not life.running and not life.left]
             if time.monotonic() >= until:
                 raise FabricError(f"{what} (after {limit_s:g} s)")
             if ended and ended[0].process.returncode not in (-signal.SIGKILL,):
@@ -292,14 +296,12 @@ class KillsJob:
         return choose(holders)
 
     def is_followed(self) -> bool:
-        """Whether a replica is filled: only then can a leader be struck."""
-        return any(
-            held
-            for life in self.present()
-            if life.running
-            for role, held in list(life.roles.items())
-            if role.startswith("replica.")
-        )
+        """Whether every shard has a leader and a filled replica: who strikes before that strikes a second
+        time at once, and a leader lost without a replica ends the job."""
+        leaders = leaders_of(life for life in self.present() if life.running)
+        self._shards |= leaders.keys()
+        all_led = bool(leaders) and leaders.keys() == self._shards
+        return all_led and all(role in life.followed for role, life in leaders.items())
 
     def strike(self, name: str, how: str) -> float:
         """Strike; when that was."""
@@ -347,6 +349,16 @@ class KillsJob:
             if life.running:
                 life.tell("leave")
         self.wait(lambda: all(life.left for life in self.present()), LEAVE_S, "not all processes leave")
+
+
+def leaders_of(lives: Iterable[Life]) -> dict[str, Life]:
+    """Who leads each shard, by the server's role; one that has not heard of its successor does not."""
+    leaders: dict[str, tuple[int, Life]] = {}
+    for life in lives:
+        for role, epoch in list(life.roles.items()):
+            if role.startswith("server.") and (role not in leaders or epoch > leaders[role][0]):
+                leaders[role] = (epoch, life)
+    return {role: life for role, (_, life) in leaders.items()}
 
 
 def _epochs(life: Life) -> list[int]:

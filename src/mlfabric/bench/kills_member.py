@@ -23,7 +23,6 @@ from mlfabric.client import Committed
 from mlfabric.demo.classifier import LAYERS, first_weights, gradient
 from mlfabric.errors import FabricError
 from mlfabric.numerics import Vector
-from mlfabric.roles.replica import ReplicaStatistics
 from mlfabric.roles.server import ServerStatistics
 from mlfabric.rules import SGD, Pieces, Sum
 from mlfabric.runtime.engine import Engine
@@ -92,23 +91,21 @@ def main() -> None:
 
 
 def tell_roles(fabric: Fabric) -> None:
-    """Say which roles this process holds, each time they change: a server's with its epoch, a replica's with
-    1 once it is filled."""
+    """Say which roles this process holds, each time they change: a server's with its epoch; and for which it
+    has a replica that could take over."""
     engine = fabric._engine
     assert isinstance(engine, Engine), "this member's engine is a thread"
-    told: dict[str, int] = {}
+    told: dict[str, Any] = {}
     while True:
-        held = {}
-        for name, role in list(engine.node.roles.items()):
-            figures = role.statistics()
-            held[name] = 0
-            if isinstance(figures, ServerStatistics):
-                held[name] = figures.epoch
-            elif isinstance(figures, ReplicaStatistics):
-                held[name] = int(figures.version >= 0)
+        figures = {name: role.statistics() for name, role in list(engine.node.roles.items())}
+        leads = {name: each for name, each in figures.items() if isinstance(each, ServerStatistics)}
+        held = {
+            "roles": {name: leads[name].epoch if name in leads else 0 for name in figures},
+            "followed": [name for name, each in leads.items() if each.followed],
+        }
         if held != told:
             told = held
-            say({"roles": held})
+            say(held)
         time.sleep(LOOK_S)
 
 

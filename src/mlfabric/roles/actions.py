@@ -283,6 +283,7 @@ class Note(Action, frozen=True):
     updates: tuple[str, ...] = ()
     loud: bool = False  # also a warning in the process's log
     value: float | None = None
+    shards: tuple[int, ...] = ()  # that it is about: which lost the updates, or had applied them
 
 
 class ServerSettings(msgspec.Struct, frozen=True):
@@ -322,6 +323,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True):
     wait_s: float = 0.0
     least_lease_s: float = 0.0  # silence shorter than this is never taken for death
     silent: tuple[str, ...] = ()  # given up by the majority that voted; not waited for
+    orderly: bool = False  # the one before left by itself: perhaps the job ends, and all leave
 
 
 class ReplicaSettings(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ class Durability:
         self._shards = shards  # the worker's: as it knows them
         self._undurable: dict[str, dict[int, Version]] = {}  # update -> version per shard
         self._waits: dict[str, set[int]] = {}
+        self._lost: set[str] = set()  # of these: at one shard, and another may lose them too
 
     def committed(self, update: str, acks: Mapping[int, UpdateApplied]) -> None:
         pending = {
@@ -66,14 +67,22 @@ class Durability:
         del self._waits[update]
         return [ResolveDurable(update)]
 
+    def is_lost(self, update: str) -> bool:
+        """Whether a shard has lost it already."""
+        return update in self._lost
+
     def lose(self, update: str, shard: int) -> list[Action]:
-        """A fail-over went back to a replica that did not have it."""
-        del self._undurable[update]
+        """A fail-over went back to a replica that did not have it. The worker is told once, the log of every
+        shard that lost it."""
         reason = f"committed, but not in the replica that took over shard {shard}"
-        actions: list[Action] = [
-            Note("lost", reason, (update,), loud=True),
-            ResolveUpdate(update, True, reason=reason, lost=True),
-        ]
+        actions: list[Action] = [Note("lost", reason, (update,), loud=True, shards=(shard,))]
+        if not self.is_lost(update):
+            actions.append(ResolveUpdate(update, True, reason=reason, lost=True))
+        self._lost.add(update)
+        del self._undurable[update][shard]
+        if not self._undurable[update]:
+            del self._undurable[update]
+        self._lost &= self._undurable.keys()
         if self._waits.pop(update, None) is not None:
             actions.append(ResolveDurable(update, f"update {update} was lost: {reason}"))
         return actions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mlfabric.messages import JobSettings, MemberUpdate, OfferUpdate, ShardRange, Version
+from mlfabric.messages import JobSettings, MemberUpdate, OfferUpdate, ShardRange, Version, count_at
 from mlfabric.plan.values import Reserved
 from mlfabric.roles.release import remainder
 
@@ -50,6 +50,7 @@ class GrantedUpdate:
     number: int
     parts: dict[int, GrantedPart]
     weight: float = 1.0
+    again: bool = False  # its parts have been granted a second time in its place
 
 
 @dataclass(slots=True)
@@ -75,6 +76,7 @@ class Entries:
         self.groups: dict[str, GatheringGroup] = {}
         self.taking_over: dict[int, str] = {}  # shard whose lead moves just now -> node that will have it
         self.leaving: dict[tuple[int, str], int] = {}  # (shard, update) -> slot; may still be applied
+        self.broken: set[str] = set()  # granted ones that keep their place; their parts are to be sent again
         self.next_number = max(term * NUMBERS_PER_TERM, first_number)
         self.next_group = first_number  # no fewer than there were groups; their names are not used twice
         self.plan_at: float | None = None
@@ -105,6 +107,12 @@ class Entries:
         under_way = sum(1 for granted in self.granted.values() if shard in granted.parts)
         leaving = sum(1 for index, _ in self.leaving if index == shard)
         return self.shards[shard].version + under_way + leaving
+
+    def age(self, waiting: WaitingUpdate) -> int:
+        """How many updates a shard that lacks this one has taken since it was computed, at the most."""
+        offer = waiting.offer
+        books = [(self.shards[index], offer.bases[index]) for index in offer.shards]
+        return max(book.version - count_at(base, book.fail_overs) for book, base in books)
 
     def reserved(self, now: float) -> list[Reserved]:
         """What is under way for this job, as far as it should still be."""

@@ -57,9 +57,9 @@ class FailOver:
             return actions
         actions += job.book.node_lost(node, reason)
         for index, shard in sorted(job.book.shards.items()):
-            if shard.range.leader == node and reason == LEFT and self._has_no_heir(job, index):
-                job.ending = job.ending or now + ENDING_S
-            elif shard.range.leader == node:
+            if shard.range.leader == node and reason == LEFT and self.leader_left(job, index, now):
+                continue
+            if shard.range.leader == node:
                 actions += self.leader_lost(job, index, node, reason)
                 if job.book is None or not job.ready:
                     break
@@ -67,11 +67,15 @@ class FailOver:
                 actions += self._replica_lost(job, index, node, reason, now)
         return [*actions, *rest]
 
-    def _has_no_heir(self, job: Job, index: int) -> bool:
+    def leader_left(self, job: Job, index: int, now: float) -> bool:
+        """Whether a shard whose leader left has no heir: the others have some time to leave too."""
         assert job.book is not None
         shard = job.book.shards[index]
         heir = shard.range.replica in self._domain.members and shard.replica_filled
-        return job.ready and job.failed is None and not heir
+        if not job.ready or job.failed is not None or heir:
+            return False
+        job.ending = job.ending or now + ENDING_S
+        return True
 
     def end_jobs(self, now: float) -> list[Action]:
         """A job whose leader left goes on by its replica or has failed, unless all others have left too."""
@@ -147,7 +151,8 @@ class FailOver:
             why = f"shard {message.shard} is led by {sender} now"
             actions.append(Send(before, "member", StepDown(f"server.{message.shard}", why, orderly=True)))
         if lost:
-            actions.append(Note("lost", f"committed, but not in {sender} when it took over", lost, loud=True))
+            why = f"committed, but not in {sender} when it took over"
+            actions.append(Note("lost", why, lost, loud=True, shards=(message.shard,)))
         replica_actions = self._placing.find_replicas(job)
         change = LeaderChanged(shard.range, message.version, message.applied, expected[1])
         job.changes[message.shard] = change

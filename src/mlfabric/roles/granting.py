@@ -166,15 +166,40 @@ class Granting:
             actions.append(Send(range_.leader, f"server.{index}", message))
         return actions
 
+    def grant_broken(
+        self, network: Network, members: Mapping[str, MemberInfo], bound: int | None, now: float
+    ) -> list[Action]:
+        """The parts of these updates did not arrive: they are sent again, in the place they have."""
+        broken, self._entries.broken = self._entries.broken, set()
+        actions: list[Action] = []
+        for update in sorted(broken & self._entries.granted.keys()):
+            granted = self._entries.granted[update]
+            granted.again = True
+            routes = []
+            for index in sorted(granted.parts):
+                if index in self._entries.taking_over:
+                    self._hold(granted, index, MAX_RATE, now, members)
+                    continue
+                routes.append(self._route_directly(granted, index, network, members, now))
+                member = self._entries.member(granted, index)
+                lease = (granted.parts[index].finish_s - now) * PATIENCE + PATIENCE_S
+                actions += self._sequences({index: [Slot(granted.number, (member,), None, lease)]}, {}, bound)
+            reason = "it did not arrive, and other shards have applied it: in the place it has"
+            if routes:
+                grant = Grant(update, granted.number, granted.weight, tuple(routes), reason)
+                actions.append(Send(granted.worker, "worker", grant))
+        return actions
+
     def grant_remainders(
         self, network: Network, members: Mapping[str, MemberInfo], bound: int | None, now: float
     ) -> list[Action]:
-        """An update that some shards have applied can't be dropped any more: its other parts go at once."""
+        """An update that some shards have applied can't be dropped any more: its other parts go at once, the
+        oldest first, so that none becomes too old by waiting for another."""
+        shards = len(self._entries.shards)
+        rests = [each for each in self._entries.decidable() if len(each.offer.shards) < shards]
         actions: list[Action] = []
-        for waiting in self._entries.decidable():
+        for waiting in sorted(rests, key=lambda each: (-self._entries.age(each), each.arrival)):
             update = waiting.offer.update
-            if len(waiting.offer.shards) == len(self._entries.shards):
-                continue
             del self._entries.waiting[update]
             number = self._entries.next_number
             self._entries.next_number += 1

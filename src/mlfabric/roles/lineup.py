@@ -34,7 +34,10 @@ class Lineup:
                 actions += self._parcels.acknowledge_again(slot.members[0])
                 continue
             self._parcels.expect_again(slot)
+            late = slot.number not in self.places and slot.number < max(self.places, default=slot.number)
             self.places[slot.number] = SlotPlace(slot, now + slot.lease_s)
+            if late:
+                self.places = dict(sorted(self.places.items()))
         return actions
 
     def mark_overdue(self, now: float) -> None:

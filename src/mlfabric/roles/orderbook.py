@@ -61,12 +61,30 @@ class OrderBook:
         self.entries.counts["offers"] += 1
         if offer.again:
             self.entries.counts["again"] += 1
+        if self._keeps_place(offer):
+            self.entries.broken.add(offer.update)
+            self.entries.plan_soon(now)
+            return []
         if offer.update in self.entries.granted:
             actions = self.withdrawing.void(offer.update, offer.again or "it was offered again")
         self._arrivals += 1
         self.entries.waiting[offer.update] = WaitingUpdate(offer, worker, self._arrivals, now)
         self.entries.plan_soon(now + BATCH_S)
         return actions
+
+    def _keeps_place(self, offer: OfferUpdate) -> bool:
+        """Whether an update that is offered again has to be sent in the place it has.
+
+        Some shards have applied it, so it can't be dropped any more, and others wait for it where its bound
+        is near: they would go before it if it had to be placed anew. That is granted once; a path that breaks
+        every time must not hold up everybody.
+        """
+        granted = self.entries.granted.get(offer.update)
+        if granted is None or granted.again or len(offer.shards) == len(self.shards):
+            return False
+        straight = all(part.group is None and not part.held for part in granted.parts.values())
+        known = granted.parts.keys() == set(offer.shards)
+        return straight and known and not self.withdrawing.is_asked(granted.number)
 
     def rates_changed(self, now: float) -> None:
         """What waits is planned anew, soon: news of rates come in flocks."""
@@ -129,7 +147,8 @@ class OrderBook:
         self.entries.plan_at = None
         workers = sum(1 for member in members.values() if "worker" in member.roles)
         bound = self.entries.max_delay(workers)
-        actions = self._granting.grant_remainders(network, members, bound, now)
+        actions = self._granting.grant_broken(network, members, bound, now)
+        actions += self._granting.grant_remainders(network, members, bound, now)
         chosen = choose(self.entries, network, members, now)
         if not chosen:
             return actions

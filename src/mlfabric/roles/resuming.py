@@ -38,6 +38,7 @@ class Resuming:
         self._failover = failover
         settings = domain.settings
         self._silent = set(settings.silent)
+        self._orderly = settings.orderly
         self.rebuilding = Rebuilding(settings.awaited, settings.wait_s) if settings.term else None
 
     def gather_again(self, node: str, why: str) -> list[Action]:
@@ -89,16 +90,16 @@ class Resuming:
             return actions, []
         # Groups that exist are known before anybody's wish for one is looked at.
         later = sorted(rebuilding.later, key=lambda event: not _tells_of_group(event))
-        return [*actions, *self._begin_again(rebuilding)], later
+        return [*actions, *self._begin_again(rebuilding, now)], later
 
-    def _begin_again(self, rebuilding: Rebuilding) -> list[Action]:
+    def _begin_again(self, rebuilding: Rebuilding, now: float) -> list[Action]:
         self.rebuilding = None
         missing = sorted(rebuilding.awaited | (self._silent - self._domain.members.keys()))
         self._silent = set()
         term = self._domain.settings.term
         silent = f", not {', '.join(missing)}" if missing else ""
         why = f"term {term}: {len(self._domain.members)} members have reported{silent}"
-        actions: list[Action] = [Note("rebuilt", why, loud=True)]
+        actions: list[Action] = [Note("rebuilt", why, loud=not self._orderly)]
         lost = f"it did not report to {self._domain.settings.node} in term {term}"
         for name in missing:
             self._domain.forget(name)
@@ -109,11 +110,14 @@ class Resuming:
             actions += self._domain.announce(job)
             reports = rebuilding.reports(job.name)
             actions += (
-                self._resume(job, reports) if reports.ready is not None else self._placing.begin_model(job)
+                self._resume(job, reports, now)
+                if reports.ready is not None
+                else self._placing.begin_model(job)
             )
+        self._orderly = False
         return actions
 
-    def _resume(self, job: Job, reports: JobReports) -> list[Action]:
+    def _resume(self, job: Job, reports: JobReports, now: float) -> list[Action]:
         """Go on with a job whose model is in place: shards as their leaders report them."""
         assert reports.ready is not None
         job.published, job.placed, job.ready = reports.publication(), True, True
@@ -133,14 +137,15 @@ class Resuming:
         for index, shard in sorted(job.book.shards.items()):
             if reports.is_led(index):
                 actions += self._keep_leader(job, reports, shard)
-            else:
+            elif not (self._orderly and self._failover.leader_left(job, index, now)):
                 actions += self._failover.leader_lost(job, index, shard.range.leader, "it did not report")
             kept = (shard.range.leader, shard.range.replica)
             for role, told in (("server", reports.servers), ("replica", reports.replicas)):
                 for name, _ in told.get(index, []):
                     if name not in kept:
                         why = f"shard {index} is led by {kept[0]} and followed by {kept[1] or 'nobody'}"
-                        actions.append(Send(name, "member", StepDown(f"{role}.{index}", why)))
+                        order = StepDown(f"{role}.{index}", why, orderly=self._orderly)
+                        actions.append(Send(name, "member", order))
         return [*actions, *self._placing.find_replicas(job)]
 
     def _keep_leader(self, job: Job, reports: JobReports, shard: ShardBook) -> list[Action]:
@@ -149,7 +154,8 @@ class Resuming:
         report = reports.leader_report(shard)
         actions: list[Action] = []
         if report.replica is not None and range_.replica is None:
-            gone = ReplicaAssigned(index, None, f"replica {report.replica} did not report")
+            why = f"replica {report.replica} did not report"
+            gone = ReplicaAssigned(index, None, why, orderly=self._orderly)
             actions.append(Send(range_.leader, f"server.{index}", gone))
         if range_.epoch == 0:
             return actions

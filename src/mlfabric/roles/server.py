@@ -87,6 +87,7 @@ class ServerStatistics(msgspec.Struct, frozen=True):
     waiting: int
     divergence: float
     largest_delay: int
+    followed: bool  # by a replica that could take over
 
 
 class Server:
@@ -205,6 +206,9 @@ class Server:
         if message.epoch != self._epoch:
             return []
         self._standing.max_delay = message.max_delay
+        if self._staged is not None:  # who is in this step has no need of a place any more
+            slots = tuple(slot for slot in message.slots if slot.number != self._staged.number)
+            message = msgspec.structs.replace(message, slots=slots)
         return [*self._lineup.add(message, now), *self._advance(now)]
 
     def _advance(self, now: float) -> list[Action]:
@@ -427,6 +431,7 @@ class Server:
             waiting=len(self._lineup.places),
             divergence=self._standing.divergence,
             largest_delay=self._largest_delay,
+            followed=self._link.filled,
         )
 
     def validate(self) -> None:

@@ -187,7 +187,9 @@ class Succession:
         # The old one was silent to most of us for a lease: it counts, but nobody waits for its report.
         silent = tuple(name for name in electorate if name == old != self._me)
         awaited = tuple(name for name in electorate if name not in silent)
-        settings = SchedulerSettings(self._me, term, self._serial, awaited, self.lease_s, silent=silent)
+        settings = SchedulerSettings(
+            self._me, term, self._serial, awaited, self.lease_s, silent=silent, orderly=self._orderly
+        )
         tell = [name for name in self._line if name != self._me]
         return [
             Note("took-over", why, loud=not self._orderly),

@@ -176,6 +176,10 @@ class Withdrawing:
             for action in self._send_again(update, message.group, message.shard, message.reason)
         ]
 
+    def is_asked(self, number: int) -> bool:
+        """Whether servers have yet to say if they can do without this number."""
+        return any(asked == number for asked, _ in self._withdrawals)
+
     def is_dropping(self) -> bool:
         """Whether servers have yet to say if they can do without an update that is to be dropped."""
         return any(withdrawal.drop for withdrawal in self._withdrawals.values())

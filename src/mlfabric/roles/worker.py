@@ -264,7 +264,7 @@ class Worker:
         held = self._updates.get(ack.update)
         if ack.update in self._dropped_late:
             reason = f"shard {ack.shard} had applied it when it was dropped"
-            return [Note("partly-applied", reason, (ack.update,), loud=True)]
+            return [Note("partly-applied", reason, (ack.update,), loud=True, shards=(ack.shard,))]
         if held is None or ack.version.epoch < self._shards[ack.shard].epoch:
             return []  # already settled, or the word of a leader that has been replaced
         held.acks[ack.shard] = ack
@@ -297,10 +297,14 @@ class Worker:
                 del self._dropped_late[next(iter(self._dropped_late))]
         actions: list[Action] = [CancelTransfer(transfer, reason) for transfer in held.transfers]
         if held.acks:
-            parts = ", ".join(str(index) for index in sorted(held.acks))
+            parts = tuple(sorted(held.acks))
+            named = ("shard " if len(parts) == 1 else "shards ") + ", ".join(map(str, parts))
             actions.append(
-                Note("partly-applied", f"only shards {parts} applied it: {reason}", (update,), loud=True)
+                Note(
+                    "partly-applied", f"only {named} applied it: {reason}", (update,), loud=True, shards=parts
+                )
             )
+            reason = f"{reason}; {named} had applied it"
         return [*actions, FreeBuffer(held.buffer), ResolveUpdate(update, False, reason=reason, late=late)]
 
     def _offer_again(self, update: str, reason: str) -> list[Action]:
@@ -342,7 +346,7 @@ class Worker:
             if update in survived:
                 actions += self._durability.reached(update, index)
             else:
-                self._counts["lost"] += 1
+                self._counts["lost"] += not self._durability.is_lost(update)
                 actions += self._durability.lose(update, index)
         if change.orderly:
             return [*actions, *self._fetching.lead_moved(index)]

@@ -13,7 +13,7 @@ import numpy as np
 from mlfabric.client import Committed
 from mlfabric.events import RatesMeasured
 from mlfabric.messages import JobSettings
-from mlfabric.rules import SGD
+from mlfabric.rules import SGD, Rounds, Rule
 from mlfabric.scenario import RateChange, Scenario
 from mlfabric.sim.engine import Process, SimNode, Simulation
 from mlfabric.sim.reports import FlowReports
@@ -31,6 +31,7 @@ class Hosted:
     """What became of a hosted run, from the beginning of the scenario on."""
 
     delays: list[int] = field(default_factory=list)  # of committed updates
+    steps_s: list[float] = field(default_factory=list)  # when the model of each step was first pulled
     dropped: int = 0
     push_s: list[float] = field(default_factory=list)  # from a gradient to its outcome
     pull_s: list[float] = field(default_factory=list)  # from there to the next model
@@ -74,7 +75,10 @@ class HostedRun:
         assert node.joined is not None
         yield node.joined
         model = {"model": np.zeros(self._elements, np.float32)}
-        yield node.client.publish(model, SGD(0.05, 0.9), self._settings)
+        rule: Rule = SGD(0.05, 0.9)
+        if self._settings.wait_for > 1:
+            rule = Rounds(self._settings.wait_for, rule)
+        yield node.client.publish(model, rule, self._settings)
         _, versions = yield node.client.pull()[1]
         yield max(BEGIN_S - self.sim.now, 0.0)
         gradient = {"model": np.ones(self._elements, np.float32)}
@@ -88,12 +92,18 @@ class HostedRun:
             outcome = yield ticket
             settled_s = self.sim.now
             _, versions = yield pulling or node.client.pull()[1]
+            self._has_stepped(min(version.count for version in versions))
             self.result.push_s.append(settled_s - computed_s)
             self.result.pull_s.append(self.sim.now - settled_s)
             if isinstance(outcome, Committed):
                 self.result.delays.append(outcome.delay_updates)
             else:
                 self.result.dropped += 1
+
+    def _has_stepped(self, version: int) -> None:
+        steps = version // max(self._settings.wait_for, 1)
+        more = steps - len(self.result.steps_s)
+        self.result.steps_s += [self.sim.now - BEGIN_S] * max(more, 0)
 
     def _change(self, change: RateChange, told: bool) -> None:
         up, down = goodput(change.up_bps), goodput(change.down_bps)

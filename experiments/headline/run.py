@@ -1,0 +1,189 @@
+"""How soon is a target accuracy reached, by who sends what when, at which step size?
+
+Two parts: a schedule (when each update is applied, and from which model it was computed), from the simulator,
+and real training that follows it, once for every step size. So one schedule serves a whole grid.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from mlfabric import scenario as scenarios
+from mlfabric.bench.train.settings import RunSettings, StepSize, fit
+from mlfabric.bench.train.task import (
+    Batches,
+    Fashion,
+    accuracy,
+    find_data,
+    flat_weights,
+    load_weights,
+    loss_of,
+    make_model,
+)
+from mlfabric.bench.train.tuning import Trial, Tuned, best_of, edge_of, write_tuned
+from mlfabric.messages import JobSettings
+from mlfabric.scenario import Scenario, Seconds
+from mlfabric.sim.hosted import HostedRun
+from mlfabric.sim.results import simulate_jobs
+
+SCENARIO = "dynamic-stragglers"
+ROUNDS = "rounds-"  # our own roles: a step is the mean of the first so many gradients
+TARGETS = (0.80, 0.85, 0.87, 0.89)
+IN_A_ROW = 3
+
+
+@dataclass(frozen=True)
+class Applied:
+    """One step: when, and of each of its gradients the step whose model it is of, and its weight."""
+
+    at_s: float
+    parts: tuple[tuple[int, float], ...]
+
+
+@dataclass
+class Recorder:
+    """A learner that only remembers."""
+
+    steps: list[Applied] = field(default_factory=list)
+
+    def read(self) -> int:
+        return len(self.steps)
+
+    def compute(self, model: Any, steps: int = 1) -> Any:
+        return model
+
+    def apply(self, gradients: list[Any], weights: list[float], now: float) -> None:
+        self.steps.append(Applied(now, tuple(zip(gradients, weights, strict=True))))
+
+
+def fitted(seed: int, seconds: float, max_delay: int | None) -> Scenario:
+    settings = RunSettings("gloo", SCENARIO, seed, StepSize(0.05, 0.0))
+    scenario = fit(scenarios.load(scenarios.find(SCENARIO)), settings)
+    if max_delay is not None:
+        job = msgspec.structs.replace(scenario.jobs[0], max_delay=max_delay)
+        scenario = msgspec.structs.replace(scenario, jobs=(job,))
+    return msgspec.structs.replace(scenario, duration=Seconds(seconds))
+
+
+def schedule(policy: str, seed: int, seconds: float, max_delay: int | None) -> list[Applied]:
+    scenario = fitted(seed, seconds, max_delay)
+    if policy.startswith(ROUNDS):
+        count = int(policy.removeprefix(ROUNDS))
+        settings = JobSettings(shards=0, divergence=None, wait_for=count, max_delay=count - 1)
+        run = HostedRun(scenario, settings=settings)
+        return [Applied(at, ((k, 1.0),) * count) for k, at in enumerate(run.run(seconds).steps_s)]
+    recorder = Recorder()
+    simulate_jobs(scenario, policy, lambda seconds: None, lambda: recorder)
+    return recorder.steps
+
+
+class Follower:
+    """Training that applies real gradients as a schedule says."""
+
+    def __init__(self, data: Fashion, seed: int, images: int, look_every: int) -> None:
+        self._data, self._seed, self._images, self._look_every = data, seed, images, look_every
+        self._module = make_model(seed)
+
+    def follow(self, steps: Sequence[Applied], size: StepSize) -> list[tuple[float, float]]:
+        """Accuracy against time."""
+        weights = flat_weights(make_model(self._seed)).copy()
+        models, velocity = {0: weights}, np.zeros_like(weights)
+        batches = Batches(self._seed, 0, len(self._data.labels), 32)
+        needed = np.minimum.accumulate([min(base for base, _ in step.parts) for step in reversed(steps)])[
+            ::-1
+        ]
+        drawn = since = 0
+        curve: list[tuple[float, float]] = []
+        for number, step in enumerate(steps):
+            whole = sum(weight for _, weight in step.parts)
+            mean = np.zeros_like(weights)
+            for base, weight in step.parts:
+                mean += self._gradient(models[base], batches.indices(drawn)) * np.float32(weight / whole)
+                drawn += 1
+            velocity = velocity * np.float32(size.momentum) + mean
+            scale = 1.0 if len(step.parts) > 1 else whole
+            weights = weights - np.float32(size.lr * scale) * velocity
+            models[number + 1] = weights
+            for old in [k for k in models if number + 1 < len(steps) and k < needed[number + 1]]:
+                del models[old]
+            since += len(step.parts)
+            if since >= self._look_every:
+                since = 0
+                curve.append((step.at_s, self._accuracy(weights)))
+                if curve[-1][1] < 0.15 and len(curve) > 8:
+                    break  # it has diverged
+        return curve
+
+    def _gradient(self, weights: Any, indices: Any) -> Any:
+        load_weights(self._module, weights)
+        self._module.zero_grad()
+        loss_of(self._module, self._data, indices).backward()
+        return torch.cat([p.grad.reshape(-1) for p in self._module.parameters()]).numpy()
+
+    def _accuracy(self, weights: Any) -> float:
+        if not np.isfinite(weights).all():
+            return 0.0
+        load_weights(self._module, weights)
+        return accuracy(self._module, self._data, self._images)
+
+
+def reached(curve: Sequence[tuple[float, float]], target: float) -> float | None:
+    """The first of three looks in a row at or above the target."""
+    for k in range(len(curve) - IN_A_ROW + 1):
+        if all(found >= target for _, found in curve[k : k + IN_A_ROW]):
+            return curve[k][0]
+    return None
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("policy", help=f"of `mlfabric sim`, or {ROUNDS}K")
+    parser.add_argument("--sizes", nargs="+", default=["0.1,0", "0.2,0", "0.02,0.9", "0.05,0.9"])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=500.0)
+    parser.add_argument(
+        "--max-delay", type=int, help="of the asynchronous policies; else as the scenario says"
+    )
+    parser.add_argument("--images", type=int, default=2000)
+    parser.add_argument("--look-every", type=int, default=30, help="gradients")
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--target", type=float, default=0.85, help="by which the best is chosen")
+    parser.add_argument("--contender", help="write what was chosen as `--tune` does, under this name")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    steps = schedule(given.policy, given.seed, given.seconds, given.max_delay)
+    gradients = sum(len(step.parts) for step in steps)
+    print(
+        f"{given.policy} seed {given.seed}: {len(steps) / given.seconds:.2f} steps/s, "
+        f"{gradients / given.seconds:.2f} gradients/s",
+        flush=True,
+    )
+    follower = Follower(Fashion(find_data(given.data)), given.seed, given.images, given.look_every)
+    trials = []
+    for written in given.sizes:
+        lr, momentum = map(float, written.split(","))
+        curve = follower.follow(steps, StepSize(lr, momentum))
+        best = max(found for _, found in curve)
+        times = {target: at for target in TARGETS if (at := reached(curve, target)) is not None}
+        shown = ", ".join(f"{target:.2f} at {at:.0f} s" for target, at in times.items())
+        print(f"  lr {lr:g} momentum {momentum:g}: {shown or 'nothing'}; best {best:.3f}", flush=True)
+        at = reached(curve, given.target)
+        trials.append(Trial(StepSize(lr, momentum), float("inf") if at is None else at, best))
+    if given.out is not None:
+        chosen = best_of(trials)
+        name = given.contender or given.policy
+        tuned = Tuned(name, SCENARIO, chosen.step_size, bool(edge_of(trials, chosen)), trials)
+        write_tuned(given.out, [tuned])
+
+
+if __name__ == "__main__":
+    main()
