@@ -30,6 +30,7 @@ _MIN_FRAMES = 40  # in the backlog, so that one more or less is within the toler
 _MIN_FRAME_BYTES = 64
 _MAX_LOAD_BYTES = 16_000_000
 _MAX_CYCLES = 16
+_BUSY_MOMENTS_S = (0.2, 1.0)  # a machine that was too busy to measure may be less so after
 _PIECES_FROM_BPS = 100e6  # below, plain frames are few enough
 _SLOW_READING_S = 0.0001  # a reading that took longer was interrupted and says nothing about its time
 _MAX_SOCKETS = 64
@@ -75,6 +76,11 @@ def _measure_all(wiring: Wiring) -> list[Measured]:
     sockets = Sockets(wiring)
     for owner, direction in ((port.owner, way) for port in wiring.blueprint.ports for way in ("up", "down")):
         result = measure_link(wiring, sockets, owner, direction)
+        for pause_s in _BUSY_MOMENTS_S:
+            if abs(result.error) <= TOLERANCE:
+                break
+            time.sleep(pause_s)
+            result = measure_link(wiring, sockets, owner, direction)
         if abs(result.error) > TOLERANCE:
             raise FabricError(
                 f"the lab can't be built as asked: {result.link} should carry "
