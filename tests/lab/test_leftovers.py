@@ -18,7 +18,7 @@ from mlfabric.lab import Lab
 from mlfabric.lab.record import find, labs_folder, records
 from mlfabric.lab.session import take_down
 from mlfabric.lab.testing import MakeLab, plain_scenario
-from tests.lab.streams import can_reach
+from tests.lab.streams import StolenTime, can_reach
 
 UNSHARE = (
     "import ctypes, time; assert ctypes.CDLL(None).unshare(0x40000000) == 0; print('in'); time.sleep(60)"
@@ -174,9 +174,9 @@ def test_recorded_number_used_again_by_a_foreign_namespace_is_left_alone(
 
 
 def test_32_hosts_are_up_in_under_10_seconds(make_lab: MakeLab) -> None:
-    began = time.monotonic()
+    began, stolen = time.monotonic(), StolenTime()
     lab = make_lab(hosts=32, rate="100mbit", verify=True)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 10 or stolen.share() > StolenTime.MUCH
     inodes = namespaces_of(lab)
     assert len(inodes) == 33
     lab.down()
