@@ -14,6 +14,9 @@ import pytest
 from mlfabric.lab import Lab
 from mlfabric.lab.manifest import MachineLoad
 
+# From this share of stolen processor time on, how fast something is says nothing of a lab.
+MUCH_STOLEN = 0.03
+
 
 @dataclass
 class Stream:
@@ -89,38 +92,19 @@ def measured_rate(lab: Lab, source: str, target: str, warm_s: float = 0.25, for_
         return stream.rate(begin, begin + for_s)
 
 
-class StolenTime:
-    """The share of processor time that a hypervisor gave to others: timers are late, links carry less."""
-
-    MUCH = 0.03
-
-    def __init__(self) -> None:
-        self._before = self._ticks()
-
-    def share(self) -> float:
-        stolen, total = (now - then for now, then in zip(self._ticks(), self._before, strict=True))
-        return stolen / total if total > 0 else 0.0
-
-    @staticmethod
-    def _ticks() -> tuple[int, int]:
-        with open("/proc/stat") as stat:
-            values = [int(field) for field in stat.readline().split()[1:9]]
-        return values[7], sum(values)
-
-
 def steady_rate(lab: Lab, source: str, target: str, asked: float) -> float:
     """The rate of a stream, tried again where a busy machine held it back; it can't make one faster."""
     got = 0.0
-    load, stolen = MachineLoad(), StolenTime()
+    load = MachineLoad()
     for _ in range(6):
         got = max(got, measured_rate(lab, source, target))
         load.update()
         if got > 0.97 * asked:
             return got
-    if got < 0.95 * asked and (load.busy_share() > 0.9 or stolen.share() > StolenTime.MUCH):
+    if got < 0.95 * asked and (load.busy_share() > 0.9 or load.stolen_share() > MUCH_STOLEN):
         pytest.skip(
-            f"the processors are {load.busy_share():.0%} busy, {stolen.share():.0%} with other machines, "
-            f"and carry {got / asked:.0%} of the rate"
+            f"the processors are {load.busy_share():.0%} busy, "
+            f"{load.stolen_share():.0%} with other machines, and carry {got / asked:.0%} of the rate"
         )
     return got
 

@@ -15,10 +15,11 @@ import pytest
 
 from mlfabric.errors import FabricError
 from mlfabric.lab import Lab
+from mlfabric.lab.manifest import MachineLoad
 from mlfabric.lab.record import find, labs_folder, records
 from mlfabric.lab.session import take_down
 from mlfabric.lab.testing import MakeLab, plain_scenario
-from tests.lab.streams import StolenTime, can_reach
+from tests.lab.streams import MUCH_STOLEN, can_reach
 
 UNSHARE = (
     "import ctypes, time; assert ctypes.CDLL(None).unshare(0x40000000) == 0; print('in'); time.sleep(60)"
@@ -174,9 +175,13 @@ def test_recorded_number_used_again_by_a_foreign_namespace_is_left_alone(
 
 
 def test_32_hosts_are_up_in_under_10_seconds(make_lab: MakeLab) -> None:
-    began, stolen = time.monotonic(), StolenTime()
+    began, load = time.monotonic(), MachineLoad()
     lab = make_lab(hosts=32, rate="100mbit", verify=True)
-    assert time.monotonic() - began < 10 or stolen.share() > StolenTime.MUCH
+    took_s = time.monotonic() - began
+    load.update()
+    if took_s >= 10 and load.stolen_share() > MUCH_STOLEN:
+        pytest.skip(f"{load.stolen_share():.0%} of the processors' time went to other machines")
+    assert took_s < 10
     inodes = namespaces_of(lab)
     assert len(inodes) == 33
     lab.down()

@@ -30,7 +30,7 @@ class MachineLoad:
 
     def __init__(self) -> None:
         self._last = _times()
-        self._total = self._busy = 0
+        self._total = self._busy = self._stolen = 0
 
     def update(self, *, counts: bool = True) -> None:
         """The stretch since the last call is over."""
@@ -38,14 +38,19 @@ class MachineLoad:
         if counts:
             self._total += self._last[0] - before[0]
             self._busy += self._last[1] - before[1]
+            self._stolen += self._last[2] - before[2]
 
     def busy_share(self) -> float:
         return self._busy / self._total if self._total > 0 else 0.0
 
+    def stolen_share(self) -> float:
+        """Of that time, what a hypervisor gave to other machines: timers are late then, links carry less."""
+        return self._stolen / self._total if self._total > 0 else 0.0
 
-def _times() -> tuple[int, int]:
-    """Ticks in all and ticks not idle, of all processors together."""
+
+def _times() -> tuple[int, int, int]:
+    """Ticks in all, ticks not idle and ticks stolen, of all processors together."""
     with open("/proc/stat") as stat:
         values = [int(field) for field in stat.readline().split()[1:9]]
     idle = values[3] + values[4]
-    return sum(values), sum(values) - idle
+    return sum(values), sum(values) - idle, values[7]
