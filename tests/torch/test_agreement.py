@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed here")
 
 from mlfabric.errors import FabricError  # noqa: E402
 from mlfabric.torch.training import join  # noqa: E402
-from tests.torch.test_training import batches, fabrics_of, in_threads, loss_of, make_model  # noqa: E402
+from tests.torch.test_training import batches, fabrics_of, loss_of, make_model, work_and_leave  # noqa: E402
 
 PLAIN = ("SGD", {"lr": 0.05})
 
@@ -39,11 +39,7 @@ def refused(first: dict[str, Any], second: dict[str, Any]) -> str:
         training.close()
 
     began: Future[None] = Future()
-    try:
-        in_threads(fabrics, work)
-    finally:
-        for fabric in reversed(fabrics):
-            fabric.close()
+    work_and_leave(fabrics, work)
     assert len(said) == 1, "it was let in"
     return said[0]
 
@@ -115,8 +111,4 @@ def test_numbers_that_schedules_change_and_what_follows_from_their_count_may_dif
             training.step()
         training.close()
 
-    try:
-        in_threads(fabrics, work)
-    finally:
-        for fabric in reversed(fabrics):
-            fabric.close()
+    work_and_leave(fabrics, work)

@@ -236,6 +236,15 @@ def in_threads(fabrics: list[Fabric], work: Any) -> None:
             each.result(60)
 
 
+def work_and_leave(fabrics: list[Fabric], work: Any) -> None:
+    """The same, and all of them leave, the last one first."""
+    try:
+        in_threads(fabrics, work)
+    finally:
+        for fabric in reversed(fabrics):
+            fabric.close()
+
+
 def test_bounded_staleness_keeps_workers_together() -> None:
     staleness, steps = 1, 12
     fabrics = fabrics_of(2)
@@ -254,11 +263,7 @@ def test_bounded_staleness_keeps_workers_together() -> None:
             apart.append(done[0] - done[1])
         training.finish()
 
-    try:
-        in_threads(fabrics, work)
-    finally:
-        for fabric in reversed(fabrics):
-            fabric.close()
+    work_and_leave(fabrics, work)
     assert done == [steps, steps]
     # A step is counted a moment after the model for it came.
     assert max(apart) <= staleness + 1, apart
@@ -281,11 +286,7 @@ def test_a_step_of_two_gradients_is_that_of_their_mean(optimizer: tuple[str, dic
             outcomes.append(training.step())
         training.finish()
 
-    try:
-        in_threads(fabrics, work)
-    finally:
-        for fabric in reversed(fabrics):
-            fabric.close()
+    work_and_leave(fabrics, work)
     stepper = getattr(torch.optim, optimizer[0])(plain.parameters(), **optimizer[1])
     for first, second in zip(batches(0, steps), batches(1, steps), strict=True):
         stepper.zero_grad()
@@ -317,11 +318,7 @@ def test_the_first_gradients_make_the_step_and_the_rest_is_dropped_unsent() -> N
                 slow_has_stepped.set()
         training.finish()
 
-    try:
-        in_threads(fabrics, work)
-    finally:
-        for fabric in reversed(fabrics):
-            fabric.close()
+    work_and_leave(fabrics, work)
     assert trainings[2].dropped >= 1
     assert "bound" in reasons[0]
     judge = batches(50, 4)
@@ -342,11 +339,7 @@ def test_a_step_is_completed_by_those_who_are_left() -> None:
             training.step()
         training.finish()
 
-    try:
-        in_threads(fabrics, work)
-    finally:
-        for fabric in reversed(fabrics):
-            fabric.close()
+    work_and_leave(fabrics, work)
 
 
 @pytest.mark.parametrize(
@@ -578,11 +571,7 @@ def test_workers_close_when_they_are_through_and_the_others_go_on(mode: Any) -> 
             made[rank] += 1
         training.close()
 
-    try:
-        in_threads(fabrics, work)
-    finally:
-        for fabric in reversed(fabrics):
-            fabric.close()
+    work_and_leave(fabrics, work)
     assert made == list(steps)
     judge = batches(50, 4)
     assert judged(models[2], judge) < judged(make_model(0), judge)
