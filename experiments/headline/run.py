@@ -7,7 +7,7 @@ and real training that follows it, once for every step size. So one schedule ser
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from mlfabric import scenario as scenarios
-from mlfabric.bench.train.settings import RunSettings, StepSize, fit
+from mlfabric.bench.train.judging import Curve, reached
+from mlfabric.bench.train.settings import DEFAULT_RATE, RunSettings, StepSize, fit
 from mlfabric.bench.train.task import (
     Batches,
     Fashion,
@@ -35,9 +36,9 @@ from mlfabric.sim.hosted import HostedRun
 from mlfabric.sim.results import simulate_jobs
 
 SCENARIO = "dynamic-stragglers"
+BATCH = 32
 ROUNDS = "rounds-"  # our own roles: a step is the mean of the first so many gradients
 TARGETS = (0.80, 0.85, 0.87, 0.89)
-IN_A_ROW = 3
 
 
 @dataclass(frozen=True)
@@ -64,39 +65,56 @@ class Recorder:
         self.steps.append(Applied(now, tuple(zip(gradients, weights, strict=True))))
 
 
-def fitted(seed: int, seconds: float, max_delay: int | None) -> Scenario:
-    settings = RunSettings("gloo", SCENARIO, seed, StepSize(0.05, 0.0))
-    scenario = fit(scenarios.load(scenarios.find(SCENARIO)), settings)
-    if max_delay is not None:
-        job = msgspec.structs.replace(scenario.jobs[0], max_delay=max_delay)
-        scenario = msgspec.structs.replace(scenario, jobs=(job,))
-    return msgspec.structs.replace(scenario, duration=Seconds(seconds))
+@dataclass(frozen=True)
+class Where:
+    """What a schedule depends on, beside its policy."""
+
+    seed: int
+    seconds: float
+    scenario: str = SCENARIO
+    rate: str = DEFAULT_RATE
+    max_delay: int | None = None  # of the asynchronous policies; else as the scenario says
+
+    def fitted(self) -> Scenario:
+        settings = RunSettings("gloo", self.scenario, self.seed, StepSize(0.05, 0.0), rate=self.rate)
+        scenario = fit(scenarios.load(scenarios.find(self.scenario)), settings)
+        if self.max_delay is not None:
+            job = msgspec.structs.replace(scenario.jobs[0], max_delay=self.max_delay)
+            scenario = msgspec.structs.replace(scenario, jobs=(job,))
+        return msgspec.structs.replace(scenario, duration=Seconds(self.seconds))
 
 
-def schedule(policy: str, seed: int, seconds: float, max_delay: int | None) -> list[Applied]:
-    scenario = fitted(seed, seconds, max_delay)
+def schedule(policy: str, where: Where) -> list[Applied]:
+    scenario = where.fitted()
     if policy.startswith(ROUNDS):
         count = int(policy.removeprefix(ROUNDS))
         settings = JobSettings(shards=0, divergence=None, wait_for=count, max_delay=count - 1)
         run = HostedRun(scenario, settings=settings)
-        return [Applied(at, ((k, 1.0),) * count) for k, at in enumerate(run.run(seconds).steps_s)]
+        return [Applied(at, ((k, 1.0),) * count) for k, at in enumerate(run.run(where.seconds).steps_s)]
     recorder = Recorder()
     simulate_jobs(scenario, policy, lambda seconds: None, lambda: recorder)
     return recorder.steps
 
 
+def has_diverged(curve: Curve) -> bool:
+    return len(curve) > 8 and curve[-1][1] < 0.15
+
+
 class Follower:
     """Training that applies real gradients as a schedule says."""
 
-    def __init__(self, data: Fashion, seed: int, images: int, look_every: int) -> None:
+    def __init__(self, data: Fashion, seed: int, images: int, look_every: int, batch: int = BATCH) -> None:
         self._data, self._seed, self._images, self._look_every = data, seed, images, look_every
+        self._batch = batch
         self._module = make_model(seed)
 
-    def follow(self, steps: Sequence[Applied], size: StepSize) -> list[tuple[float, float]]:
-        """Accuracy against time."""
+    def follow(
+        self, steps: Sequence[Applied], size: StepSize, enough: Callable[[Curve], bool] = has_diverged
+    ) -> list[tuple[float, float]]:
+        """Accuracy against time, until the schedule ends or what was seen is enough."""
         weights = flat_weights(make_model(self._seed)).copy()
         models, velocity = {0: weights}, np.zeros_like(weights)
-        batches = Batches(self._seed, 0, len(self._data.labels), 32)
+        batches = Batches(self._seed, 0, len(self._data.labels), self._batch)
         needed = np.minimum.accumulate([min(base for base, _ in step.parts) for step in reversed(steps)])[
             ::-1
         ]
@@ -118,8 +136,8 @@ class Follower:
             if since >= self._look_every:
                 since = 0
                 curve.append((step.at_s, self._accuracy(weights)))
-                if curve[-1][1] < 0.15 and len(curve) > 8:
-                    break  # it has diverged
+                if enough(curve):
+                    break
         return curve
 
     def _gradient(self, weights: Any, indices: Any) -> Any:
@@ -135,20 +153,15 @@ class Follower:
         return accuracy(self._module, self._data, self._images)
 
 
-def reached(curve: Sequence[tuple[float, float]], target: float) -> float | None:
-    """The first of three looks in a row at or above the target."""
-    for k in range(len(curve) - IN_A_ROW + 1):
-        if all(found >= target for _, found in curve[k : k + IN_A_ROW]):
-            return curve[k][0]
-    return None
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("policy", help=f"of `mlfabric sim`, or {ROUNDS}K")
     parser.add_argument("--sizes", nargs="+", default=["0.1,0", "0.2,0", "0.02,0.9", "0.05,0.9"])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=500.0)
+    parser.add_argument("--scenario", default=SCENARIO)
+    parser.add_argument("--rate", default=DEFAULT_RATE, help="of the fastest link")
+    parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument(
         "--max-delay", type=int, help="of the asynchronous policies; else as the scenario says"
     )
@@ -160,14 +173,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(argv)
     torch.set_num_threads(1)
-    steps = schedule(given.policy, given.seed, given.seconds, given.max_delay)
+    where = Where(given.seed, given.seconds, given.scenario, given.rate, given.max_delay)
+    steps = schedule(given.policy, where)
     gradients = sum(len(step.parts) for step in steps)
     print(
         f"{given.policy} seed {given.seed}: {len(steps) / given.seconds:.2f} steps/s, "
         f"{gradients / given.seconds:.2f} gradients/s",
         flush=True,
     )
-    follower = Follower(Fashion(find_data(given.data)), given.seed, given.images, given.look_every)
+    data = Fashion(find_data(given.data))
+    follower = Follower(data, given.seed, given.images, given.look_every, given.batch)
     trials = []
     for written in given.sizes:
         lr, momentum = map(float, written.split(","))
@@ -176,12 +191,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         times = {target: at for target in TARGETS if (at := reached(curve, target)) is not None}
         shown = ", ".join(f"{target:.2f} at {at:.0f} s" for target, at in times.items())
         print(f"  lr {lr:g} momentum {momentum:g}: {shown or 'nothing'}; best {best:.3f}", flush=True)
-        at = reached(curve, given.target)
-        trials.append(Trial(StepSize(lr, momentum), float("inf") if at is None else at, best))
+        trials.append(Trial(StepSize(lr, momentum), reached(curve, given.target), best, curve[-1][0]))
     if given.out is not None:
         chosen = best_of(trials)
         name = given.contender or given.policy
-        tuned = Tuned(name, SCENARIO, chosen.step_size, bool(edge_of(trials, chosen)), trials)
+        tuned = Tuned(name, given.scenario, chosen.step_size, bool(edge_of(trials, chosen)), trials)
         write_tuned(given.out, [tuned])
 
 

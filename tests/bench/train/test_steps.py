@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from mlfabric import scenario as scenarios
 from mlfabric.bench.train.settings import MODEL_BYTES, ceilings, fit
-from mlfabric.bench.train.steps import StepClock
-from mlfabric.bench.train.tuning import Trial, Tuned, edge_of, grid, tune
+from mlfabric.bench.train.steps import FIRST_GUESS_S, RESERVE, StepClock
+from mlfabric.bench.train.tuning import (
+    STEP_SIZES,
+    Trial,
+    Tuned,
+    best_of,
+    edge_of,
+    grid,
+    next_sizes,
+    read_tuned,
+    summarise_trials,
+    tune,
+    write_tuned,
+)
 from mlfabric.units import goodput
 from tests.bench.train.results import rising, some_result, some_settings
 
@@ -27,7 +41,7 @@ class Hand:
 
 def test_step_lasts_its_time_whatever_its_gradient_took() -> None:
     hand = Hand()
-    clock = StepClock(hand, hand.sleep)
+    clock = StepClock(True, hand, hand.sleep)
     for took in (0.02, 0.05, 0.01, 0.2):
         before = hand.now
         clock.begin(0.4)
@@ -36,21 +50,34 @@ def test_step_lasts_its_time_whatever_its_gradient_took() -> None:
         clock.computed()
         assert hand.now >= before + 0.4 - 1e-9
         assert clock.gradient_s == pytest.approx(took)
-    assert hand.now == pytest.approx(100.0 + 4 * 0.4 + 0.03 + 0.15)  # two took longer than any before
+    assert hand.now == pytest.approx(100.0 + 4 * 0.4 + 0.2 - 0.05 - 0.04)  # the last was a surprise
 
 
 def test_step_that_could_not_keep_its_time_overran() -> None:
     hand = Hand()
-    clock = StepClock(hand, hand.sleep)
+    clock = StepClock(True, hand, hand.sleep)
     clock.begin(0.4)
-    hand.now += 0.03 + 0.019
+    hand.now += FIRST_GUESS_S + RESERVE * 0.4 + 0.019
     clock.computed()
     in_time = clock.overran
     clock.begin(0.4)
-    hand.now += 0.049 + 0.021
+    hand.now += clock.gradient_s + RESERVE * 0.4 + 0.021
     clock.computed()
     assert (in_time, clock.overran) == (False, True)
     assert clock.late_s == pytest.approx(0.021)
+
+
+def test_gradient_that_nobody_sends_before_its_end_has_all_of_the_step() -> None:
+    hand = Hand()
+    clock = StepClock(False, hand, hand.sleep)
+    for took, late_s in ((0.01, 0.0), (0.39, 0.0), (0.41, 0.01), (0.43, 0.03)):
+        before = hand.now
+        clock.begin(0.4)
+        assert hand.now == before
+        hand.now += took
+        clock.computed()
+        assert hand.now == pytest.approx(before + 0.4 + late_s)
+        assert clock.overran == (late_s > 0.02)
 
 
 def test_scenario_is_fitted_in_proportion() -> None:
@@ -64,15 +91,24 @@ def test_scenario_is_fitted_in_proportion() -> None:
 def test_racks_are_fitted_to_eight_hosts() -> None:
     fitted = fit(scenarios.load(scenarios.find("racks-8to1")), some_settings())
     assert len(fitted.host_links()) == 8
-    assert {link.up_bps for link in fitted.host_links()} == {200e6}
+    assert {link.up_bps for link in fitted.host_links()} == {500e6}
 
 
 def test_ceilings_of_equal_links_are_the_textbook_ones() -> None:
-    fitted = fit(scenarios.load(scenarios.find("calm")), some_settings())
+    fitted = fit(scenarios.load(scenarios.find("calm")), some_settings(rate="200mbit"))
     found = ceilings(fitted, 60.0)
     transfer_s = MODEL_BYTES / goodput(200e6)
     assert found.ring_per_s == pytest.approx(8 / (1.75 * transfer_s))
     assert found.servers_per_s == pytest.approx(8 / (2 * transfer_s))
+
+
+def test_a_transfer_takes_what_it_does_in_the_scenario_as_written() -> None:
+    """So that links which are redrawn every 5 s change as often per transfer."""
+    written = scenarios.load(scenarios.find("dynamic-stragglers"))
+    fitted = fit(written, some_settings())
+    as_written = written.size_bytes(written.jobs[0]) / max(link.up_bps for link in written.host_links())
+    as_fitted = MODEL_BYTES / max(link.up_bps for link in fitted.host_links())
+    assert as_fitted == pytest.approx(as_written, rel=0.05)
 
 
 def test_links_that_change_lower_the_rings_ceiling_most() -> None:
@@ -101,5 +137,19 @@ def test_tuning_moves_its_grid_until_the_best_is_inside() -> None:
 
 def test_best_of_a_grid_may_be_on_its_edge() -> None:
     trials = [Trial(size, 50.0 - 100 * size.lr, 0.8) for size in grid()]
-    best = min(trials, key=lambda trial: trial.seconds)
-    assert edge_of(trials, best) == 1
+    assert edge_of(trials, best_of(trials)) == 1
+
+
+def test_what_was_tuned_is_read_again_also_what_never_got_there(tmp_path: Path) -> None:
+    trials = [Trial(size, None, 0.8 - size.lr) for size in grid()]
+    write_tuned(tmp_path / "tuned.json", [summarise_trials("gloo", "calm", trials)])
+    assert read_tuned(tmp_path / "tuned.json") == {"gloo": min(grid(), key=lambda size: size.lr)}
+
+
+def test_search_goes_on_where_it_was_broken_off() -> None:
+    trials: list[Trial] = []
+    while sizes := next_sizes(trials):
+        trials.append(Trial(sizes[0], 100.0 - 10 * sizes[0].lr if sizes[0].momentum == 0 else None, 0.8))
+        assert len({trial.step_size for trial in trials}) == len(trials)
+    assert max(trial.step_size.lr for trial in trials) == 16 * max(STEP_SIZES)  # moved twice, never inside
+    assert summarise_trials("gloo", "calm", trials).on_edge

@@ -15,7 +15,7 @@ import typer
 from mlfabric.bench.train import campaign, tuning
 from mlfabric.bench.train.entries import ENTRIES, QUICK, find_entry
 from mlfabric.bench.train.judging import RunResult
-from mlfabric.bench.train.settings import RunSettings
+from mlfabric.bench.train.settings import DEFAULT_RATE, RunSettings
 from mlfabric.commands.output import console, print_json
 from mlfabric.errors import FabricError
 from mlfabric.scenario import find as find_scenario
@@ -36,7 +36,7 @@ def command(
         list[float] | None, typer.Option(help="Accuracy to reach; may be given several times.")
     ] = None,
     limit: Annotated[str, typer.Option(help="How long a run may take to get there.")] = "10min",
-    rate: Annotated[str, typer.Option(help="Of the fastest link; the others in proportion.")] = "200mbit",
+    rate: Annotated[str, typer.Option(help="Of the fastest link; the others in proportion.")] = DEFAULT_RATE,
     compute: Annotated[
         float, typer.Option(help="Nominal compute time of a step, in times a transfer of the model takes.")
     ] = 1.75,

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from mlfabric.bench.train.exchange import Exchanged, make_optimizer
+from mlfabric.bench.train.exchange import Exchanged, make_optimizer, warm_up_alone
 from mlfabric.bench.train.settings import StepSize
 from mlfabric.errors import FabricError
 
@@ -17,6 +17,7 @@ WARM_UP = 10
 
 
 class Ddp:
+    sends_early = True
     same_everywhere = True
 
     def __init__(self, model: Any, size: StepSize, options: Mapping[str, Any]) -> None:
@@ -26,6 +27,8 @@ class Ddp:
         self._optimizer = make_optimizer(model, size)
         self._local_steps = int(options.get("local_steps", 0))
         self._steps = 0
+        # Their hooks count the passes they see, and do something else after some.
+        self._counts_passes = bool(self._local_steps) or options.get("hook") == "powersgd"
         if self._local_steps:
             self._become_local()
         elif "hook" in options:
@@ -55,6 +58,14 @@ class Ddp:
         self.module.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
         averager = PeriodicModelAverager(period=self._local_steps, warmup_steps=WARM_UP)
         self._optimizer = PostLocalSGDOptimizer(self._optimizer, averager)
+
+    def warm_up(self, backward: Callable[[], None]) -> None:
+        # DDP connects its ranks in the first pass and deals its buckets anew in the second.
+        if self._counts_passes:
+            with self.module.no_sync():
+                warm_up_alone(self.module, backward)
+        else:
+            warm_up_alone(self.module, backward)
 
     def watch(self, computed: Callable[[], None]) -> None:
         # The first parameter's gradient is the last to come; the buckets before it are on their way then.

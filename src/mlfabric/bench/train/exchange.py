@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 import torch
 
 from mlfabric.bench.train.settings import StepSize
+
+WARM_UP_PASSES: Final = 3
 
 
 class Exchanged(msgspec.Struct, frozen=True):
@@ -21,7 +23,12 @@ class Exchanged(msgspec.Struct, frozen=True):
 
 class Exchange(Protocol):
     module: Any  # what the worker calls with its images
+    sends_early: bool  # gradients leave while others are still computed
     same_everywhere: bool  # all workers hold the same model after a step, so one of them is enough to judge
+
+    def warm_up(self, backward: Callable[[], None]) -> None:
+        """Before the common start: whatever is slow only the first time. The model stays as it is."""
+        ...
 
     def watch(self, computed: Callable[[], None]) -> None:
         """Call this when the last gradient of a step is there, where communication begins before."""
@@ -32,16 +39,27 @@ class Exchange(Protocol):
         ...
 
 
+def warm_up_alone(model: Any, backward: Callable[[], None]) -> None:
+    """A model's first passes cost several times a later one."""
+    for _ in range(WARM_UP_PASSES):
+        backward()
+        model.zero_grad()
+
+
 def make_optimizer(model: Any, size: StepSize) -> Any:
     return torch.optim.SGD(model.parameters(), lr=size.lr, momentum=size.momentum)
 
 
 class Alone:
+    sends_early = False
     same_everywhere = True
 
     def __init__(self, model: Any, size: StepSize) -> None:
         self.module = model
         self._optimizer = make_optimizer(model, size)
+
+    def warm_up(self, backward: Callable[[], None]) -> None:
+        warm_up_alone(self.module, backward)
 
     def watch(self, computed: Callable[[], None]) -> None:
         pass

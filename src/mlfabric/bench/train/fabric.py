@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlfabric.bench.train.exchange import Exchanged
+from mlfabric.bench.train.exchange import Exchanged, warm_up_alone
 from mlfabric.bench.train.settings import StepSize
 from mlfabric.torch import join
 
@@ -14,6 +14,8 @@ WITHOUT_REPLICAS = {"divergence": None}
 
 
 class FabricExchange:
+    sends_early = False
+
     def __init__(self, model: Any, size: StepSize, options: Mapping[str, Any]) -> None:
         chosen = dict(options) if options["mode"] == "sync" else {**WITHOUT_REPLICAS, **options}
         optimizer = ("SGD", {"lr": size.lr, "momentum": size.momentum})
@@ -22,6 +24,9 @@ class FabricExchange:
         self._local_steps = int(chosen.get("local_steps", 1)) if chosen["mode"] == "local" else 1
         self.training = join(model, optimizer, timeout=300.0, **chosen)
         self._told, self._dropped = 0, 0
+
+    def warm_up(self, backward: Callable[[], None]) -> None:
+        warm_up_alone(self.module, backward)
 
     def watch(self, computed: Callable[[], None]) -> None:
         pass

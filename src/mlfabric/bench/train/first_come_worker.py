@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from mlfabric.bench.train.exchange import Exchanged
+from mlfabric.bench.train.exchange import Exchanged, warm_up_alone
 from mlfabric.bench.train.first_come import FirstComeClient, ServerOrder, shard_ranges
 from mlfabric.bench.train.settings import StepSize
 from mlfabric.bench.train.task import flat_weights, load_weights
@@ -21,6 +21,7 @@ PORT = 29700
 
 
 class FirstCome:
+    sends_early = False
     same_everywhere = False
 
     def __init__(
@@ -47,6 +48,9 @@ class FirstCome:
             # In the worker's process group: it ends when the worker is ended.
             self._server = subprocess.Popen([*argv, msgspec.json.encode(order).decode()])
         self._client = FirstComeClient(rank, [(name, PORT) for name in servers], ranges)
+
+    def warm_up(self, backward: Callable[[], None]) -> None:
+        warm_up_alone(self.module, backward)
 
     def watch(self, computed: Callable[[], None]) -> None:
         pass

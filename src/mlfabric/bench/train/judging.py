@@ -39,6 +39,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     compute_s: float  # mean of a step's time by the scenario
     exchange_s: float  # mean from a gradient to the next step's beginning
     cpu_share: float  # of all processors, everything on the machine included
+    stolen_share: float = 0.0  # of that, given to other machines by a hypervisor
     link_bytes: dict[str, int]  # by link and direction
     steps_by_rank: list[int]
     versions: dict[str, str | int] = {}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mlfabric.bench.train.exchange import Exchanged, make_optimizer
+from mlfabric.bench.train.exchange import Exchanged, make_optimizer, warm_up_alone
 from mlfabric.bench.train.settings import StepSize
 from mlfabric.errors import FabricError
 
@@ -35,6 +35,7 @@ def _needs(module: str) -> None:
 class TorchftDiloco:
     """Every worker is a replica group of one; the lighthouse is on the first host."""
 
+    sends_early = False
     same_everywhere = True
 
     def __init__(self, model: Any, size: StepSize, local_steps: int, rank: int, hosts: Sequence[str]) -> None:
@@ -73,6 +74,9 @@ class TorchftDiloco:
         )
         self._diloco.__enter__()
 
+    def warm_up(self, backward: Callable[[], None]) -> None:
+        warm_up_alone(self.module, backward)
+
     def watch(self, computed: Callable[[], None]) -> None:
         pass
 
@@ -87,6 +91,7 @@ class TorchftDiloco:
 class HivemindLocal:
     """Local steps; parameters are averaged when all peers together have seen enough samples."""
 
+    sends_early = False
     same_everywhere = False
 
     def __init__(
@@ -125,6 +130,9 @@ class HivemindLocal:
             averaging_timeout=PATIENCE.total_seconds(),
         )
         self._epoch = 0
+
+    def warm_up(self, backward: Callable[[], None]) -> None:
+        warm_up_alone(self.module, backward)
 
     def watch(self, computed: Callable[[], None]) -> None:
         pass

@@ -6,6 +6,7 @@ import csv
 import os
 import shutil
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ LOOK_EVERY_S: Final = 5.0
 LOOK_IMAGES: Final = 2000
 LOOK_MARGIN: Final = 0.005
 LOOKS_IN_A_ROW: Final = 4
+LOWEST_PRIORITY: Final = 19  # of Linux
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -40,10 +42,14 @@ class Measured(msgspec.Struct, frozen=True):
     seconds: float
     early: bool
     cpu_share: float
+    stolen_share: float = 0.0
 
 
 class Watch:
-    """Decides when a run may end: its time is over, or the target has been seen often enough."""
+    """Decides when a run may end: its time is over, or the target has been seen often enough.
+
+    It looks in a thread of lowest priority, so that no worker waits for a processor because of it.
+    """
 
     def __init__(
         self, settings: RunSettings, folder: Path, data: Fashion, told: Callable[[float], None]
@@ -53,8 +59,10 @@ class Watch:
         self._next_s = LOOK_EVERY_S
         self._seen = ""
         self._in_a_row = 0
+        self._looking: threading.Thread | None = None
         self._load: MachineLoad | None = None
         self.cpu_share = 0.0
+        self.stolen_share = 0.0
         self.seconds = 0.0
         self.early = False
 
@@ -65,23 +73,31 @@ class Watch:
         if seconds >= self._next_s:
             self._next_s += LOOK_EVERY_S
             self._told(seconds)
-            self.early = self._look()
+            if self._looking is None or not self._looking.is_alive():
+                self._looking = threading.Thread(target=self._look_without_haste, daemon=True)
+                self._looking.start()
+        self.early = self._in_a_row >= LOOKS_IN_A_ROW
         if seconds < self._settings.limit_s and not self.early:
             return False
         self._load.update()
-        self.cpu_share = self._load.busy_share()
+        self.cpu_share, self.stolen_share = self._load.busy_share(), self._load.stolen_share()
+        if self._looking is not None:
+            self._looking.join()
         return True
 
-    def _look(self) -> bool:
+    def _look_without_haste(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+        self._look()
+
+    def _look(self) -> None:
         newest = max(self._snapshots.glob("*.npy"), default=None) if self._snapshots.exists() else None
         if newest is None or newest.name == self._seen:
-            return False
+            return
         self._seen = newest.name
         load_weights(self._model, read_snapshot(newest))
         enough = max(self._settings.targets) + LOOK_MARGIN
         good = accuracy(self._model, self._data, LOOK_IMAGES) >= enough
         self._in_a_row = self._in_a_row + 1 if good else 0
-        return self._in_a_row >= LOOKS_IN_A_ROW
 
 
 def make_run(
@@ -128,7 +144,7 @@ def _run_in_lab(
         )
     if not done.ok:
         raise FabricError(f"{settings.contender}, seed {settings.seed}: {done.complaints[0]}")
-    return Measured(settings, watch.seconds, watch.early, watch.cpu_share)
+    return Measured(settings, watch.seconds, watch.early, watch.cpu_share, watch.stolen_share)
 
 
 def _read_measured(folder: Path, settings: RunSettings) -> Measured | None:
@@ -175,6 +191,7 @@ def read_result(measured: Measured, folder: Path, data: Fashion) -> RunResult:
         compute_s=sum(record.lasts_s for record in steps) / count,
         exchange_s=sum(record.done_s - record.computed_s for record in steps) / count,
         cpu_share=measured.cpu_share,
+        stolen_share=measured.stolen_share,
         link_bytes=read_links(folder / "links.csv"),
         steps_by_rank=[len(each) for each in records],
         versions=versions(),

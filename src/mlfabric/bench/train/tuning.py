@@ -17,7 +17,7 @@ from mlfabric.bench.train.judging import RunResult
 from mlfabric.bench.train.settings import RunSettings, StepSize
 from mlfabric.errors import FabricError
 
-STEP_SIZES: Final = (0.005, 0.01, 0.02, 0.04, 0.08)
+STEP_SIZES: Final = (0.02, 0.04, 0.08, 0.16, 0.32)
 MOMENTA: Final = (0.0, 0.9)
 MOVES: Final = 2
 # Seeds of tuning are these; of reports, lower ones.
@@ -26,8 +26,9 @@ FIRST_TUNING_SEED: Final = 1001
 
 class Trial(msgspec.Struct, frozen=True):
     step_size: StepSize
-    seconds: float  # to the target; infinite if not reached
+    seconds: float | None  # to the target; None: not reached
     best: float  # accuracy seen
+    followed_s: float = 0.0  # how long it was looked at
 
 
 class Tuned(msgspec.Struct, frozen=True):
@@ -52,7 +53,7 @@ def grid(moved: int = 0) -> list[StepSize]:
 
 def best_of(trials: Sequence[Trial]) -> Trial:
     """Soonest at the target; among those that never were, the most accurate."""
-    return min(trials, key=lambda t: (t.seconds, -t.best, t.step_size.lr))
+    return min(trials, key=lambda t: (math.inf if t.seconds is None else t.seconds, -t.best, t.step_size.lr))
 
 
 def edge_of(trials: Sequence[Trial], best: Trial) -> int:
@@ -63,25 +64,45 @@ def edge_of(trials: Sequence[Trial], best: Trial) -> int:
     return {tried[0]: -1, tried[-1]: 1}.get(best.step_size.lr, 0)
 
 
-def tune(common: RunSettings, target: float, run: Callable[[RunSettings], RunResult]) -> Tuned:
-    """Try the grid for one contender in one scenario."""
-    trials: list[Trial] = []
+def next_sizes(trials: Sequence[Trial]) -> list[StepSize]:
+    """What is still to be tried, the middle of the grid first; empty: the search is over."""
+    tried = {trial.step_size for trial in trials}
     moved = 0
     for _ in range(MOVES + 1):
-        tried = {trial.step_size for trial in trials}
-        for size in grid(moved):
-            if size not in tried:
-                result = run(msgspec.structs.replace(common, step_size=size))
-                at = result.reached(target)
-                most = max((accuracy for _, accuracy in result.curve), default=0.0)
-                trials.append(Trial(size, math.inf if at is None else at, most))
-        best = best_of(trials)
-        edge = edge_of(trials, best)
+        sizes = _from_the_middle(grid(moved))
+        left = [size for size in sizes if size not in tried]
+        if left:
+            return left
+        edge = edge_of(trials, best_of(trials))
         if not edge:
             break
         moved += edge
+    return []
+
+
+def _from_the_middle(sizes: Sequence[StepSize]) -> list[StepSize]:
+    """So that a good one is known soon."""
+    middle = len(STEP_SIZES) // 2
+    ranked = enumerate(sizes)
+    return [
+        size
+        for _, size in sorted(ranked, key=lambda item: (abs(item[0] % len(STEP_SIZES) - middle), item[0]))
+    ]
+
+
+def summarise_trials(contender: str, scenario: str, trials: Sequence[Trial]) -> Tuned:
     best = best_of(trials)
-    return Tuned(common.contender, common.scenario, best.step_size, bool(edge_of(trials, best)), trials)
+    return Tuned(contender, scenario, best.step_size, bool(edge_of(trials, best)), list(trials))
+
+
+def tune(common: RunSettings, target: float, run: Callable[[RunSettings], RunResult]) -> Tuned:
+    """Try the grid for one contender in one scenario."""
+    trials: list[Trial] = []
+    while sizes := next_sizes(trials):
+        result = run(msgspec.structs.replace(common, step_size=sizes[0]))
+        most = max((accuracy for _, accuracy in result.curve), default=0.0)
+        trials.append(Trial(sizes[0], result.reached(target), most, result.seconds))
+    return summarise_trials(common.contender, common.scenario, trials)
 
 
 def write_tuned(path: Path, tuned: Sequence[Tuned]) -> None:

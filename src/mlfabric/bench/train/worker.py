@@ -57,11 +57,9 @@ class Worker:
         self._data = Fashion(Path(order.data))
         self._batches = Batches(order.settings.seed, rank, len(self._data.labels), order.settings.batch)
         self._model = make_model(order.settings.seed)
-        self._clock = StepClock()
-        # Once through beforehand: a model's first pass costs several times a later one.
-        loss_of(self._model, self._data, self._batches.indices(0)).backward()
-        self._model.zero_grad()
         self._exchange = self._make_exchange(order)
+        self._exchange.warm_up(lambda: self._backward(0))
+        self._clock = StepClock(self._exchange.sends_early)
         self._exchange.watch(self._clock.computed)
         # Snapshots are dealt over the ranks, so that no straggler holds all of them up.
         self._dealt = 1 if self._exchange.same_everywhere else len(order.hosts)
@@ -101,7 +99,7 @@ class Worker:
         while True:
             lasts_s = self._nominal_s * step_factor(self._scenario, self._job, self._host, step)
             self._clock.begin(lasts_s)
-            loss_of(self._exchange.module, self._data, self._batches.indices(step)).backward()
+            self._backward(step)
             self._clock.computed()
             done = self._exchange.step()
             done_s = time.monotonic() - began
@@ -118,6 +116,9 @@ class Worker:
             if done.shared and self._rank < self._dealt:
                 self._save_if_due(done_s)
             step += 1
+
+    def _backward(self, step: int) -> None:
+        loss_of(self._exchange.module, self._data, self._batches.indices(step)).backward()
 
     def _save_if_due(self, now_s: float) -> None:
         due_s = (self._next_snapshot + 1) * self._settings.snapshot_s
