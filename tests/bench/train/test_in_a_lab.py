@@ -9,6 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from mlfabric.bench.cli import app
+from mlfabric.bench.train.settings import StepSize
+from mlfabric.bench.train.tuning import Tuned, write_tuned
 from tests.bench.train.images import write_easy_images
 
 pytest.importorskip("torch")
@@ -35,3 +37,21 @@ def test_two_workers_learn_and_the_report_tells_of_it(tmp_path: Path) -> None:
     for name in ("accuracy", "delays", "links"):
         assert (out / f"dynamic-stragglers-{name}.png").stat().st_size > 5000
     assert "mlfabric-async" in (out / "results.md").read_text()
+
+
+@pytest.mark.usefixtures("lab_is_possible")
+@pytest.mark.parametrize("contender", ["mlfabric-async", pytest.param("gloo", marks=pytest.mark.full)])
+def test_contender_that_diverges_is_a_result(contender: str, tmp_path: Path) -> None:
+    write_easy_images(tmp_path / "data")
+    wild = Tuned(contender, "calm", StepSize(1e30, 0.0), False, [])
+    write_tuned(tmp_path / "tuned.json", [wild])
+    arguments = ["train", "--scenario", "calm", "--contenders", contender, "--workers", "2"]
+    arguments += ["--limit", "100s", "--tuned", str(tmp_path / "tuned.json"), "--json"]
+    arguments += ["--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exception is None, result.exception
+    found = json.loads(result.stdout)
+    (run,), (row,) = found["runs"], found["report"]["rows"]
+    assert 0 < run["diverged_s"] <= run["seconds"] < 100
+    assert row["to_target"]["0.85"]["median"] is None
+    assert f"{contender}, seed 1: diverged after" in (tmp_path / "out" / "results.md").read_text()

@@ -75,6 +75,29 @@ def test_pairs_go_seed_by_seed_and_say_where_they_are_least_values() -> None:
     assert pair(runs, "calm", "gloo", "mlfabric-async", 0.85) is None
 
 
+def test_run_that_diverged_was_never_there() -> None:
+    runs = [
+        some_result(some_settings("mlfabric-async", limit_s=200.0), rising(10)),
+        some_result(
+            some_settings("gloo", limit_s=200.0), rising(5), diverged_s=20.0, seconds=20.0, overran_share=0.5
+        ),
+    ]
+    made = report.make_report(runs, predict=False)
+    assert runs[1].complaints() == []
+    assert math.isinf(made.rows[1].to_target["0.85"].median)
+    (found,) = made.pairs
+    assert (found.times, found.at_least) == ([20.0], True)  # by the limit, not by when it diverged
+    written = report.markdown(made)
+    assert "| never |" in written
+    assert "- gloo, seed 1: diverged after 20 s" in written
+
+
+def test_pairs_leave_out_runs_that_do_not_count() -> None:
+    ours, other = some_settings("mlfabric-async"), some_settings("gloo")
+    runs = [some_result(ours, rising(10)), some_result(other, rising(30), cpu_share=0.9)]
+    assert pair(runs, "calm", "mlfabric-async", "gloo", 0.85) is None
+
+
 def test_report_names_our_best_against_the_others_of_its_class_and_is_json() -> None:
     runs = [
         some_result(some_settings("mlfabric-async"), rising(10)),

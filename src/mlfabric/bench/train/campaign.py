@@ -1,15 +1,19 @@
 """Many runs: which are still to be made, one after the other, each in a folder of its own.
 
 A run whose folder holds its result is not made again, so a campaign may be broken off and taken up at any
-time. Every seed is run by all contenders before the next one, so that early figures are pairs already.
+time. Every seed is run by all contenders before the next one, so that early figures are pairs already. Ours
+go first: who is not at the target after five times what the best of ours took is stopped. A run that fails
+does not keep the others from being made.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Final
 
 import msgspec
 from rich.console import Console
@@ -23,9 +27,34 @@ from mlfabric.units import format_time
 
 # What a run takes beside its own time: building the lab, importing torch eight times, judging snapshots.
 AROUND_S = 45.0
+SLACK_S: Final = 1.0  # between when a run is to end and when it does
 
-MakeRun = Callable[[RunSettings, Path, Callable[[float], None]], RunResult]
+# A contender has so many times as long as our best of its scenario, seed and class.
+PATIENCE: Final = 5.0
+
+# Settings, folder, when to stop at the latest, whom to tell how far it is.
+MakeRun = Callable[[RunSettings, Path, float, Callable[[float], None]], RunResult]
 ReadRun = Callable[[Path], RunResult | None]
+
+
+class RunFailed(FabricError):  # noqa: N818 - what became of a run
+    """A worker of a run failed; other runs may do better."""
+
+
+class Failure(msgspec.Struct, frozen=True):
+    settings: RunSettings
+    why: str
+
+    def __str__(self) -> str:
+        run = self.settings
+        return f"{run.scenario} {run.contender} seed {run.seed} failed: {self.why}"
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """Of a campaign."""
+
+    results: list[RunResult]
+    failures: list[Failure]
 
 
 class Wish(msgspec.Struct, frozen=True):
@@ -53,37 +82,84 @@ class Wish(msgspec.Struct, frozen=True):
         ]
 
 
+def stop_after(settings: RunSettings, results: Iterable[RunResult]) -> float:
+    """Five times our best of the same scenario, seed and class, to the highest target any of them reached."""
+    kind = find_entry(settings.contender).kind
+    ours = [
+        result
+        for result in results
+        if (result.settings.scenario, result.settings.seed) == (settings.scenario, settings.seed)
+        and find_entry(result.settings.contender).ours
+        and find_entry(result.settings.contender).kind == kind
+        and not result.complaints()
+    ]
+    for target in sorted(settings.targets, reverse=True):
+        times = [at for result in ours if (at := result.reached(target)) is not None]
+        if times:
+            return PATIENCE * min(times)
+    return math.inf
+
+
 def split_done(
     runs: Sequence[RunSettings], root: Path, read: ReadRun
 ) -> tuple[list[RunResult], list[RunSettings]]:
-    """Results that are there, and runs still to be made; a FabricError if one there is of other settings."""
-    done, to_do = [], []
+    """Results that are there, and runs still to be made; a FabricError if one there is of other settings.
+
+    A run that was stopped sooner than it would be now is to be made again.
+    """
+    found = {}
     for settings in runs:
-        found = read(settings.folder(root))
-        if found is None:
-            to_do.append(settings)
-        elif found.settings != settings:
+        result = read(settings.folder(root))
+        if result is None:
+            continue
+        if result.settings != settings:
             raise FabricError(
                 f"{settings.folder(root)} holds a run with other settings "
-                f"({_difference(found.settings, settings)}); name another --out, or remove it"
+                f"({_difference(result.settings, settings)}); name another --out, or remove it"
             )
-        else:
-            done.append(found)
-    return done, to_do
+        found[settings] = result
+    done = [result for result in found.values() if not _stopped_too_soon(result, found.values())]
+    there = {result.settings for result in done}
+    return done, [settings for settings in runs if settings not in there]
 
 
-def carry_out(wish: Wish, root: Path, make: MakeRun, read: ReadRun, quiet: bool = False) -> list[RunResult]:
-    """Make the runs that are missing; the results of all, in the order of the wish."""
+def _stopped_too_soon(result: RunResult, results: Iterable[RunResult]) -> bool:
+    if result.ended_early or result.diverged_s is not None:
+        return False
+    due_s = min(result.settings.limit_s, stop_after(result.settings, results))
+    return result.seconds < due_s - SLACK_S and result.reached(max(result.settings.targets)) is None
+
+
+def carry_out(wish: Wish, root: Path, make: MakeRun, read: ReadRun, quiet: bool = False) -> Outcome:
+    """Make the runs that are missing; the results of all that did not fail, in the order of the wish."""
     runs = wish.runs()
     done, to_do = split_done(runs, root, read)
     results = {result.settings: result for result in done}
+    failures = []
     with _Progress(to_do, quiet) as progress:
-        for settings in to_do:
+        for settings in sorted(to_do, key=_ours_first(wish)):
             progress.begin(settings)
-            result = make(settings, settings.folder(root), progress.at)
-            results[settings] = result
-            progress.end(result)
-    return [results[settings] for settings in runs]
+            try:
+                stop_s = stop_after(settings, results.values())
+                result = make(settings, settings.folder(root), stop_s, progress.at)
+            except RunFailed as error:
+                failures.append(Failure(settings, str(error)))
+                progress.failed(failures[-1])
+            else:
+                results[settings] = result
+                progress.end(result)
+    return Outcome([results[settings] for settings in runs if settings in results], failures)
+
+
+def _ours_first(wish: Wish) -> Callable[[RunSettings], tuple[int, int, bool]]:
+    def place(run: RunSettings) -> tuple[int, int, bool]:
+        return (
+            wish.scenarios.index(run.scenario),
+            wish.seeds.index(run.seed),
+            not find_entry(run.contender).ours,
+        )
+
+    return place
 
 
 def _difference(there: RunSettings, asked: RunSettings) -> str:
@@ -135,17 +211,25 @@ class _Progress:
 
     def end(self, result: RunResult) -> None:
         run = result.settings
+        said = []
+        for target in run.targets:
+            at = result.reached(target)
+            missed = f"not at {target:g} after {format_time(result.seconds)}"
+            said.append(f"{target:g} after {format_time(at)}" if at is not None else missed)
+        if result.diverged_s is not None:
+            said = [f"diverged after {format_time(result.diverged_s)}"]
+        self._say(f"{', '.join(said)} ({'; '.join(result.complaints()) or 'valid'})")
+
+    def failed(self, failure: Failure) -> None:
+        self._say(f"failed: {failure.why}")
+
+    def _say(self, what: str) -> None:
+        run = self._current
         self._before += run.limit_s + AROUND_S
         self.at(0.0)
         if self._quiet:
             return
-        said = []
-        for target in run.targets:
-            at = result.reached(target)
-            said.append(f"{target:g} after {format_time(at)}" if at is not None else f"not at {target:g}")
         self._console.print(
-            f"{self._number}/{len(self._runs)} {run.scenario} {run.contender} seed {run.seed}: "
-            f"{', '.join(said)} "
-            f"({'; '.join(result.complaints()) or 'valid'}); "
+            f"{self._number}/{len(self._runs)} {run.scenario} {run.contender} seed {run.seed}: {what}; "
             f"{format_time(max(self._total - self._before, 0.0))} left at most"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import signal
 import sys
@@ -67,6 +68,8 @@ def command(
         if importlib.util.find_spec(module) is None:
             raise FabricError(f"this benchmark needs {module}: pip install 'mlfabric[{extra}]'")
     wish = _wish(scenario, contenders, seeds, target, limit, rate, compute, workers, batch, quick)
+    if virtual and (unknown := [name for name in wish.contenders if not find_entry(name).policy]):
+        raise FabricError(f"the simulator has no policy that stands for {', '.join(unknown)}")
     if tuned is not None:
         wish = msgspec.structs.replace(wish, step_sizes=tuning.read_tuned(tuned))
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -80,14 +83,19 @@ def command(
     run_once = simulate_run if virtual else make_run
     out = out / "simulated" if virtual else out
 
-    def make(settings: RunSettings, folder: Path, told: Callable[[float], None]) -> RunResult:
-        return run_once(settings, folder, found, told)
+    def make(settings: RunSettings, folder: Path, stop_s: float, told: Callable[[float], None]) -> RunResult:
+        return run_once(settings, folder, found, stop_s, told)
 
     if tune:
-        _tune(wish, out, make, read_run, as_json)
-        return
-    runs = campaign.carry_out(wish, out, make, read_run)
-    _show(runs, out, as_json)
+        failures = _tune(wish, out, make, read_run, as_json)
+    else:
+        outcome = campaign.carry_out(wish, out, make, read_run)
+        _show(outcome.results, out, as_json)
+        failures = outcome.failures
+    for failure in failures:
+        sys.stderr.write(f"mlfabric: {failure}\n")
+    if failures:
+        raise typer.Exit(1)
 
 
 def _show(runs: list[RunResult], out: Path, as_json: bool) -> None:
@@ -105,8 +113,9 @@ def _show(runs: list[RunResult], out: Path, as_json: bool) -> None:
 
 def _tune(
     wish: campaign.Wish, out: Path, make: campaign.MakeRun, read: campaign.ReadRun, as_json: bool
-) -> None:
-    found = []
+) -> list[campaign.Failure]:
+    """Failures; a contender one of whose trials failed has no result, the others go on."""
+    found, failures = [], []
     goal = max(wish.common.targets)
     for scenario in wish.scenarios:
         for contender in wish.contenders:
@@ -121,16 +130,21 @@ def _tune(
                     settings,
                     {settings.contender: size},
                 )
-                return campaign.carry_out(one, root, make, read)[0]
+                outcome = campaign.carry_out(one, root, make, read)
+                failures.extend(outcome.failures)
+                if outcome.failures:
+                    raise campaign.RunFailed(outcome.failures[0].why)
+                return outcome.results[0]
 
             common = msgspec.structs.replace(
                 wish.common, contender=contender, scenario=scenario, seed=tuning.FIRST_TUNING_SEED
             )
-            found.append(tuning.tune(common, goal, run))
+            with contextlib.suppress(campaign.RunFailed):  # told at the end
+                found.append(tuning.tune(common, goal, run))
             tuning.write_tuned(out / "tuned.json", found)
     if as_json:
         print_json(found)
-        return
+        return failures
     for each in found:
         edge = ", on the edge of what was tried" if each.on_edge else ""
         console().print(
@@ -138,6 +152,7 @@ def _tune(
             f"{each.chosen.momentum:g}{edge}"
         )
     console().print(f"use it by --tuned {out / 'tuned.json'}", style="dim")
+    return failures
 
 
 def _wish(

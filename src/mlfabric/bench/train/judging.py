@@ -39,6 +39,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     compute_s: float  # mean of a step's time by the scenario
     exchange_s: float  # mean from a gradient to the next step's beginning
     cpu_share: float  # of all processors, everything on the machine included
+    diverged_s: float | None = None  # when its numbers were no numbers any more
     stolen_share: float = 0.0  # of that, given to other machines by a hypervisor
     link_bytes: dict[str, int]  # by link and direction
     steps_by_rank: list[int]
@@ -49,12 +50,20 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     def samples_per_s(self) -> float:
         return self.updates * self.settings.batch / self.seconds if self.seconds else 0.0
 
+    @property
+    def waited_s(self) -> float:
+        """How long was surely not enough: one that diverged would not have been there later either."""
+        return self.seconds if self.diverged_s is None else self.settings.limit_s
+
     def reached(self, target: float) -> float | None:
-        return reached(self.curve, target)
+        """When; None: never. One that diverged was never there, wherever it was before."""
+        return reached(self.curve, target) if self.diverged_s is None else None
 
     def complaints(self) -> list[str]:
         """Why the run does not count; empty: it does."""
-        found = []
+        found: list[str] = []
+        if self.diverged_s is not None:
+            return found  # by its arithmetic, however busy the machine was
         if self.overran_share > MOST_OVERRUN:
             found.append(f"{self.overran_share:.1%} of the steps overran their time")
         if self.cpu_share > MOST_CPU:
@@ -85,6 +94,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     contender: str
     seeds: list[int]  # of the runs that count
     refused: dict[int, list[str]]  # seeds whose runs do not, and why
+    diverged: dict[int, float]  # seeds whose runs did, and after how many seconds
     to_target: dict[str, Spread]  # seconds, by target
     limit_s: float
     samples_per_s: Spread | None
@@ -129,11 +139,12 @@ def _row(scenario: str, contender: str, runs: list[RunResult]) -> Row:
         contender=contender,
         seeds=[run.settings.seed for run in runs if not run.complaints()],
         refused=refused,
+        diverged={r.settings.seed: r.diverged_s for r in runs if r.diverged_s is not None},
         to_target={
             f"{target:g}": Spread.of([_or_never(run.reached(target)) for run in counted])
             for target in targets
         },
-        limit_s=max(run.seconds for run in counted),
+        limit_s=max(run.waited_s for run in counted),
         samples_per_s=Spread.of([run.samples_per_s for run in counted]),
         updates_per_s=Spread.of([run.updates / run.seconds if run.seconds else 0.0 for run in counted]),
         delay_mean=mean_delay(delays),
@@ -165,9 +176,13 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 def pair(runs: Sequence[RunResult], scenario: str, ours: str, other: str, target: float) -> Pair | None:
-    """None where ours did not get there, or no seed was run by both."""
+    """Of runs that count; None where ours did not get there, or no seed was run by both."""
     mine, theirs = (
-        {r.settings.seed: r for r in runs if (r.settings.scenario, r.settings.contender) == (scenario, name)}
+        {
+            run.settings.seed: run
+            for run in runs
+            if (run.settings.scenario, run.settings.contender) == (scenario, name) and not run.complaints()
+        }
         for name in (ours, other)
     )
     times, at_least = [], False
@@ -176,7 +191,7 @@ def pair(runs: Sequence[RunResult], scenario: str, ours: str, other: str, target
         if own is None:
             return None
         at_least |= its is None
-        times.append((its if its is not None else theirs[seed].seconds) / own)
+        times.append((its if its is not None else theirs[seed].waited_s) / own)
     return Pair(scenario, ours, other, target, times, at_least) if times else None
 
 

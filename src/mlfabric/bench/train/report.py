@@ -116,6 +116,11 @@ def markdown(report: Report) -> str:
         lines += [""]
         lines += [f"- not valid: {name}, seed {seed}: {'; '.join(why)}" for name, seed, why in refused]
         lines += [
+            f"- {row.contender}, seed {seed}: diverged after {format_time(at)}"
+            for row in rows
+            for seed, at in row.diverged.items()
+        ]
+        lines += [
             f"- {made.ours} is at {made.target:g} {'at least ' if made.at_least else ''}{made.median:.2f} "
             f"times as soon as {made.other} ({', '.join(f'{t:.2f}' for t in made.times)})"
             for made in report.pairs
@@ -129,7 +134,7 @@ def _cells(row: Row, targets: Sequence[str], simulated: float | None) -> list[st
     return [
         row.contender,
         find_entry(row.contender).kind,
-        *(_seconds(row.to_target[target], row.limit_s) for target in targets),
+        *(_seconds(row.to_target[target], row.limit_s, bool(row.diverged)) for target in targets),
         _number(row.samples_per_s),
         _number(row.updates_per_s),
         f"{simulated:.3g}" if simulated is not None else "-",
@@ -144,8 +149,10 @@ def _cells(row: Row, targets: Sequence[str], simulated: float | None) -> list[st
     ]
 
 
-def _seconds(spread: Spread, limit_s: float) -> str:
+def _seconds(spread: Spread, limit_s: float, diverged: bool) -> str:
     def one(value: float) -> str:
+        if math.isinf(value) and diverged:
+            return "never"
         return f"> {format_time(limit_s)}" if math.isinf(value) else format_time(value)
 
     if spread.least == spread.most:

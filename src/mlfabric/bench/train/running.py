@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 import shutil
 import sys
@@ -16,11 +17,12 @@ import msgspec
 import torch
 
 from mlfabric import scenario as scenarios
+from mlfabric.bench.train.campaign import RunFailed
 from mlfabric.bench.train.entries import find_entry
 from mlfabric.bench.train.judging import RunResult
 from mlfabric.bench.train.settings import RunSettings, fit
 from mlfabric.bench.train.task import Fashion, accuracy, load_weights, make_model
-from mlfabric.bench.train.worker import StepRecord, WorkerOrder
+from mlfabric.bench.train.worker import DIVERGED, StepRecord, WorkerOrder
 from mlfabric.errors import FabricError
 from mlfabric.lab import Lab, RunOptions
 from mlfabric.lab.manifest import MachineLoad, versions
@@ -32,6 +34,7 @@ LOOK_EVERY_S: Final = 5.0
 LOOK_IMAGES: Final = 2000
 LOOK_MARGIN: Final = 0.005
 LOOKS_IN_A_ROW: Final = 4
+GRACE_S: Final = 2.0  # for workers to end
 LOWEST_PRIORITY: Final = 19  # of Linux
 
 
@@ -43,18 +46,26 @@ class Measured(msgspec.Struct, frozen=True):
     early: bool
     cpu_share: float
     stolen_share: float = 0.0
+    diverged_s: float | None = None
 
 
 class Watch:
-    """Decides when a run may end: its time is over, or the target has been seen often enough.
+    """Decides when a run may end: its time is over, the target was seen often enough, or it has diverged.
 
     It looks in a thread of lowest priority, so that no worker waits for a processor because of it.
     """
 
     def __init__(
-        self, settings: RunSettings, folder: Path, data: Fashion, told: Callable[[float], None]
+        self,
+        settings: RunSettings,
+        folder: Path,
+        data: Fashion,
+        stop_s: float = math.inf,
+        told: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        self._settings, self._snapshots, self._data, self._told = settings, folder / "snapshots", data, told
+        self._settings, self._data, self._told = settings, data, told
+        self._folder, self._snapshots = folder, folder / "snapshots"
+        self._until_s = min(settings.limit_s, stop_s)
         self._model = make_model(settings.seed)
         self._next_s = LOOK_EVERY_S
         self._seen = ""
@@ -65,6 +76,7 @@ class Watch:
         self.stolen_share = 0.0
         self.seconds = 0.0
         self.early = False
+        self.diverged_s: float | None = None
 
     def over(self, seconds: float) -> bool:
         if self._load is None:
@@ -77,7 +89,9 @@ class Watch:
                 self._looking = threading.Thread(target=self._look_without_haste, daemon=True)
                 self._looking.start()
         self.early = self._in_a_row >= LOOKS_IN_A_ROW
-        if seconds < self._settings.limit_s and not self.early:
+        if (self._folder / DIVERGED).exists():
+            self.diverged_s = float((self._folder / DIVERGED).read_text())
+        if seconds < self._until_s and not self.early and self.diverged_s is None:
             return False
         self._load.update()
         self.cpu_share, self.stolen_share = self._load.busy_share(), self._load.stolen_share()
@@ -104,16 +118,18 @@ def make_run(
     settings: RunSettings,
     folder: Path,
     data_folder: Path,
+    stop_s: float = math.inf,
     told: Callable[[float], None] = lambda seconds: None,
 ) -> RunResult:
     """Run it, and judge its snapshots. The result is written last, so that it is whole.
 
-    A run that was made and not judged is judged; of one that was broken off nothing is kept.
+    It is stopped after `stop_s`, if that is before its limit. One that was made and not judged is judged; of
+    one that was broken off nothing is kept.
     """
     data = Fashion(data_folder)
     measured = _read_measured(folder, settings)
     if measured is None:
-        measured = _run_in_lab(settings, folder, data_folder, data, told)
+        measured = _run_in_lab(settings, folder, data_folder, data, stop_s, told)
         write_record(folder / MEASURED, measured)
     torch.set_num_threads(os.cpu_count() or 1)
     result = read_result(measured, folder / "run", data)
@@ -124,7 +140,12 @@ def make_run(
 
 
 def _run_in_lab(
-    settings: RunSettings, folder: Path, data_folder: Path, data: Fashion, told: Callable[[float], None]
+    settings: RunSettings,
+    folder: Path,
+    data_folder: Path,
+    data: Fashion,
+    stop_s: float,
+    told: Callable[[float], None],
 ) -> Measured:
     entry = find_entry(settings.contender)
     scenario = fit(scenarios.load(scenarios.find(settings.scenario)), settings)
@@ -136,15 +157,19 @@ def _run_in_lab(
     if entry.how == "alone":
         hosts = hosts[:1]
     order = WorkerOrder(settings, hosts, str(data_folder))
-    watch = Watch(settings, folder / "run", data, told)
+    watch = Watch(settings, folder / "run", data, stop_s, told)
+    command = [sys.executable, "-m", "mlfabric.bench.train.worker", msgspec.json.encode(order).decode()]
+    options = RunOptions(hosts=hosts, folder=folder / "run", together=True, until=watch.over, grace_s=GRACE_S)
     with Lab(scenario) as lab:
-        done = lab.run(
-            [sys.executable, "-m", "mlfabric.bench.train.worker", msgspec.json.encode(order).decode()],
-            RunOptions(hosts=hosts, folder=folder / "run", together=True, until=watch.over, grace_s=2.0),
-        )
-    if not done.ok:
-        raise FabricError(f"{settings.contender}, seed {settings.seed}: {done.complaints[0]}")
-    return Measured(settings, watch.seconds, watch.early, watch.cpu_share, watch.stolen_share)
+        try:
+            done = lab.run(command, options)
+        except FabricError as error:  # a worker that never was ready
+            raise RunFailed(str(error)) from None
+    if not done.ok and watch.diverged_s is None:
+        raise RunFailed(done.complaints[0])
+    return Measured(
+        settings, watch.seconds, watch.early, watch.cpu_share, watch.stolen_share, watch.diverged_s
+    )
 
 
 def _read_measured(folder: Path, settings: RunSettings) -> Measured | None:
@@ -181,6 +206,7 @@ def read_result(measured: Measured, folder: Path, data: Fashion) -> RunResult:
         settings=settings,
         seconds=seconds,
         ended_early=measured.early,
+        diverged_s=measured.diverged_s,
         curve=judge_snapshots(folder / "snapshots", settings, data, seconds),
         steps=len(steps),
         updates=len(steps) if infrequent else sum(delays.values()),

@@ -6,6 +6,7 @@ if hosts and links did what the simulator says. Every update is computed from th
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,6 @@ from mlfabric.bench.train.task import (
     loss_of,
     make_model,
 )
-from mlfabric.errors import FabricError
 from mlfabric.numerics import Vector
 from mlfabric.scenario import Seconds
 from mlfabric.sim.results import simulate_jobs
@@ -52,6 +52,7 @@ class TaskLearner:
         self._in_a_row = 0
         self.curve: list[tuple[float, float]] = []
         self.done = False
+        self.diverged_s: float | None = None
 
     def read(self) -> Vector | None:
         # Steps make new arrays, so that the old ones may be kept as they are.
@@ -93,8 +94,11 @@ class TaskLearner:
 
     def _look(self, now: float) -> None:
         self._next_s = now + self._settings.snapshot_s
+        if not np.isfinite(self._weights).all():
+            self.done, self.diverged_s = True, now
+            return
         load_weights(self._module, self._weights)
-        found = accuracy(self._module, self._data) if np.isfinite(self._weights).all() else 0.0
+        found = accuracy(self._module, self._data)
         self.curve.append((now, found))
         self._in_a_row = self._in_a_row + 1 if found >= max(self._settings.targets) else 0
         self.done = self._in_a_row >= REACHED_IN_A_ROW
@@ -104,22 +108,23 @@ def simulate_run(
     settings: RunSettings,
     folder: Path,
     data_folder: Path,
+    stop_s: float = math.inf,
     told: Callable[[float], None] = lambda seconds: None,
 ) -> RunResult:
     """One run in virtual time, written down as one in a lab would be."""
     entry = find_entry(settings.contender)
-    if not entry.policy:
-        raise FabricError(f"the simulator has no policy that stands for {settings.contender}")
     torch.set_num_threads(1)
+    seconds = min(settings.limit_s, stop_s)
     scenario = fit(scenarios.load(scenarios.find(settings.scenario)), settings)
-    scenario = msgspec.structs.replace(scenario, duration=Seconds(settings.limit_s))
+    scenario = msgspec.structs.replace(scenario, duration=Seconds(seconds))
     learner = TaskLearner(settings, Fashion(data_folder))
     (run,) = simulate_jobs(scenario, entry.policy, told, lambda: learner)
     tally = run.tally
     links = zip(run.world.links, run.world.carried, strict=True)
     result = RunResult(
         settings=settings,
-        seconds=settings.limit_s,
+        seconds=seconds,
+        diverged_s=learner.diverged_s,
         ended_early=False,
         curve=learner.curve,
         steps=tally.committed,
@@ -129,7 +134,7 @@ def simulate_run(
         overran_share=0.0,
         gradient_s=0.0,
         compute_s=run.mean_compute_s,
-        exchange_s=max(len(run) * settings.limit_s / max(tally.committed, 1) - run.mean_compute_s, 0.0),
+        exchange_s=max(len(run) * seconds / max(tally.committed, 1) - run.mean_compute_s, 0.0),
         cpu_share=0.0,
         link_bytes={f"{link.owner}.{link.direction}": int(carried) for link, carried in links},
         steps_by_rank=[tally.by_worker.get(worker, 0) for worker in range(len(run))],

@@ -6,23 +6,31 @@ It goes on until it is ended. What happened is in the run folder by then: a line
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 import torch
 
 from mlfabric.bench.train.entries import find_entry
-from mlfabric.bench.train.exchange import Alone, Exchange
+from mlfabric.bench.train.exchange import Alone, Exchange, Exchanged
 from mlfabric.bench.train.settings import RunSettings
 from mlfabric.bench.train.steps import StepClock
 from mlfabric.bench.train.task import Batches, Fashion, flat_weights, loss_of, make_model
+from mlfabric.errors import FabricError
 from mlfabric.lab.place import Place, inside
 from mlfabric.steptimes import step_factor
+
+DIVERGED: Final = "diverged"  # in the run folder: when the first worker found no numbers any more
+
+
+class Diverged(Exception):  # noqa: N818 - a result, not a fault
+    """The model is no model any more: its loss is infinite or undefined."""
 
 
 class WorkerOrder(msgspec.Struct, frozen=True):
@@ -92,16 +100,27 @@ class Worker:
 
     def run(self) -> None:
         (self._folder / "snapshots").mkdir(exist_ok=True)
+        began = self._place.begin_together()
+        try:
+            self._train(began)
+        except Diverged:
+            draft = self._folder / f"{DIVERGED}-{self._rank}"
+            draft.write_text(repr(time.monotonic() - began))
+            draft.replace(self._folder / DIVERGED)
+            # Whoever made the run ends it; a worker that left would be a failure of its own.
+            while True:
+                time.sleep(60.0)
+
+    def _train(self, began: float) -> None:
         record = os.open(self._folder / f"steps-{self._rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         encode = msgspec.json.Encoder().encode
-        began = self._place.begin_together()
         step = 0
         while True:
             lasts_s = self._nominal_s * step_factor(self._scenario, self._job, self._host, step)
             self._clock.begin(lasts_s)
             self._backward(step)
             self._clock.computed()
-            done = self._exchange.step()
+            done = exchange_gradient(self._exchange, self._model)
             done_s = time.monotonic() - began
             line = StepRecord(
                 self._clock.over - began,
@@ -118,7 +137,10 @@ class Worker:
             step += 1
 
     def _backward(self, step: int) -> None:
-        loss_of(self._exchange.module, self._data, self._batches.indices(step)).backward()
+        loss = loss_of(self._exchange.module, self._data, self._batches.indices(step))
+        if not math.isfinite(loss.item()):
+            raise Diverged
+        loss.backward()
 
     def _save_if_due(self, now_s: float) -> None:
         due_s = (self._next_snapshot + 1) * self._settings.snapshot_s
@@ -131,6 +153,23 @@ class Worker:
         with draft.open("wb") as file:
             np.save(file, flat_weights(self._model))
         draft.replace(final)
+
+
+def exchange_gradient(exchange: Exchange, model: Any) -> Exchanged:
+    """A contender may refuse what is no number; whatever else it complains of is an error."""
+    try:
+        return exchange.step()
+    except FabricError:
+        if is_finite(model):
+            raise
+        raise Diverged from None
+
+
+def is_finite(model: Any) -> bool:
+    """Weights and gradients, and the sums of their squares, are numbers."""
+    with torch.no_grad():
+        tensors = [each for p in model.parameters() for each in (p, p.grad) if each is not None]
+        return all(bool(torch.isfinite(tensor.square().sum())) for tensor in tensors)
 
 
 def main(argv: Any = None) -> None:

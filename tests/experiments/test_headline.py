@@ -1,0 +1,53 @@
+"""Schedules of the simulator, and who makes the same steps as another."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+from pathlib import Path
+
+import msgspec
+from experiments.headline.run import Where, schedule
+from experiments.headline.tune import POLICIES, Bench, Search, table
+
+from mlfabric.bench.train.tuning import Trial, grid, summarise_trials
+
+WHERE = Where(1001, 20.0)
+
+
+def test_ring_and_planned_all_reduce_make_the_same_steps_at_other_times() -> None:
+    ring, planned = schedule("ring", WHERE), schedule("allreduce", WHERE)
+    assert [step.parts for step in ring] == [step.parts for step in planned[: len(ring)]]
+    assert all(mine.at_s <= theirs.at_s for mine, theirs in zip(planned, ring, strict=False))
+
+
+def test_trials_of_one_are_timed_again_for_the_other(tmp_path: Path) -> None:
+    planned = schedule("allreduce", WHERE)
+    trials = [
+        Trial(size, planned[9].at_s if size.momentum else None, 0.5, planned[-1].at_s) for size in grid()
+    ]
+    (tmp_path / "mlfabric-sync.json").write_bytes(msgspec.json.encode(trials))
+    found = Bench(Search(WHERE, 0.85, 32, 30), tmp_path, tmp_path).made("gloo")
+    ring = schedule("ring", Where(1001, 80.0))
+    assert [trial.seconds for trial in found] == [
+        ring[9].at_s if t.step_size.momentum else None for t in trials
+    ]
+    assert [trial.followed_s for trial in found] == [ring[len(planned) - 1].at_s] * len(trials)
+    assert "| `gloo` | `ring` |" in table([summarise_trials("gloo", "dynamic-stragglers", found)])
+
+
+def test_every_schedule_that_stands_for_a_contender_can_be_made() -> None:
+    for policy in dict.fromkeys(POLICIES.values()):
+        steps = schedule(policy, Where(1001, 4.0))
+        assert steps
+        assert all(base <= number for number, step in enumerate(steps) for base, _ in step.parts)
+
+
+def test_search_ends_a_trial_at_the_target_or_when_it_is_hopeless() -> None:
+    search = Search(WHERE, 0.85, 32, 30)
+    assert not search.enough([(10.0, 0.1)], 100.0)
+    assert search.enough([(61.0, 0.1)], 100.0)
+    assert search.enough([(101.0, 0.8)], 100.0)
+    assert search.enough([(1.0, 0.9), (2.0, 0.9), (3.0, 0.9)], 100.0)
