@@ -122,11 +122,14 @@ class Follower:
         curve: list[tuple[float, float]] = []
         for number, step in enumerate(steps):
             whole = sum(weight for _, weight in step.parts)
-            mean = np.zeros_like(weights)
+            mean = None
             for base, weight in step.parts:
-                mean += self._gradient(models[base], batches.indices(drawn)) * np.float32(weight / whole)
+                gradient = self._gradient(models[base], batches.indices(drawn))
+                gradient *= np.float32(weight / whole)
+                mean = gradient if mean is None else mean + gradient
                 drawn += 1
-            velocity = velocity * np.float32(size.momentum) + mean
+            velocity *= np.float32(size.momentum)
+            velocity += mean
             scale = 1.0 if len(step.parts) > 1 else whole
             weights = weights - np.float32(size.lr * scale) * velocity
             models[number + 1] = weights

@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from mlfabric.bench.train.judging import RunResult
 from mlfabric.errors import FabricError
-
-
-def draw(runs: Sequence[RunResult], folder: Path) -> list[Path]:
-    """Which files were written."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise FabricError("plots need matplotlib: pip install 'mlfabric[bench]'") from None
-    written = []
-    for scenario in dict.fromkeys(run.settings.scenario for run in runs):
-        here = [run for run in runs if run.settings.scenario == scenario]
-        for name, paint in (("accuracy", _accuracy), ("delays", _delays), ("links", _links)):
-            figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-            paint(axes, here)
-            axes.set_title(scenario, loc="left")
-            path = folder / f"{scenario}-{name}.png"
-            figure.savefig(path, dpi=110)
-            pyplot.close(figure)
-            written.append(path)
-    return written
 
 
 def _names(runs: Sequence[RunResult]) -> list[str]:
@@ -85,3 +62,35 @@ def _links(axes: Any, runs: Sequence[RunResult]) -> None:
     axes.set_xticks(range(len(links)), links, rotation=60, fontsize=7)
     axes.set_ylabel("Mb/s on the wire, mean over the run")
     axes.legend(fontsize=8)
+
+
+PLOTS: Final[dict[str, Callable[[Any, Sequence[RunResult]], None]]] = {
+    "accuracy": _accuracy,
+    "delays": _delays,
+    "links": _links,
+}
+
+
+def draw(
+    runs: Sequence[RunResult], folder: Path, names: Sequence[str] = tuple(PLOTS), dpi: int = 110
+) -> list[Path]:
+    """Which files were written."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise FabricError("plots need matplotlib: pip install 'mlfabric[bench]'") from None
+    written = []
+    for scenario in dict.fromkeys(run.settings.scenario for run in runs):
+        here = [run for run in runs if run.settings.scenario == scenario]
+        for name in names:
+            figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+            PLOTS[name](axes, here)
+            axes.set_title(scenario, loc="left")
+            path = folder / f"{scenario}-{name}.png"
+            figure.savefig(path, dpi=dpi)
+            pyplot.close(figure)
+            written.append(path)
+    return written

@@ -1,0 +1,180 @@
+"""Runs the campaign, scenario by scenario, and writes what is kept of it.
+
+    python -m experiments.time_to_accuracy.run                            all of settings.toml
+    python -m experiments.time_to_accuracy.run --only calm --seeds 1      a part of it
+    python -m experiments.time_to_accuracy.run --list                     what is left, and how long at most
+    python -m experiments.time_to_accuracy.run --again                    runs that do not count once more
+
+Runs are kept whole in `--out` and not made again: it may be broken off at any time. After every scenario its
+results are written, of all runs that are there: a small JSON file with thinned curves, a table, a plot.
+Needs what `mlfabric bench train` needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from mlfabric.bench.train import report
+from mlfabric.bench.train.campaign import AROUND_S, Wish, carry_out, split_done
+from mlfabric.bench.train.entries import find_entry
+from mlfabric.bench.train.judging import Curve, RunResult, mean_delay
+from mlfabric.bench.train.plots import draw
+from mlfabric.bench.train.running import RESULT, make_run, read_run
+from mlfabric.bench.train.settings import DEFAULT_RATE, RunSettings
+from mlfabric.bench.train.task import find_data
+from mlfabric.bench.train.tuning import read_tuned
+from mlfabric.errors import FabricError
+from mlfabric.units import format_time, parse_time
+
+HERE = Path(__file__).parent
+MOST_POINTS = 50  # of a curve that is kept
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    scenarios: tuple[str, ...]
+    contenders: tuple[str, ...]
+    seeds: tuple[int, ...]
+    targets: tuple[float, ...]
+    limit: str
+    rate: str = DEFAULT_RATE
+    batch: int = 32
+    workers: int = 8
+    tuned: str | None = None  # a file beside the settings
+
+    def wish(self, scenario: str, folder: Path) -> Wish:
+        first = self.contenders[0]
+        common = RunSettings(
+            first,
+            scenario,
+            self.seeds[0],
+            find_entry(first).step_size,
+            rate=self.rate,
+            workers=self.workers,
+            batch=self.batch,
+            targets=tuple(sorted(self.targets)),
+            limit_s=parse_time(self.limit),
+        )
+        sizes = read_tuned(folder / self.tuned) if self.tuned is not None else {}
+        if self.tuned is not None and (missing := [name for name in self.contenders if name not in sizes]):
+            raise FabricError(f"{self.tuned} has no step size for {', '.join(missing)}")
+        return Wish(self.contenders, (scenario,), self.seeds, common, sizes)
+
+
+def load(file: Path) -> Settings:
+    try:
+        return msgspec.convert(tomllib.loads(file.read_text()), Settings)
+    except (OSError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise FabricError(f"{file}: {error}") from None
+
+
+def thin(curve: Curve, most: int = MOST_POINTS) -> list[tuple[float, float]]:
+    """So many points of a curve, evenly, the last among them."""
+    points = [(round(at, 1), round(accuracy, 4)) for at, accuracy in curve]
+    every = max(-(-len(points) // most), 1)
+    return points[::-1][::every][::-1]
+
+
+def kept(run: RunResult) -> dict[str, Any]:
+    """What is written of a run."""
+    return {
+        "contender": run.settings.contender,
+        "seed": run.settings.seed,
+        "step_size": run.settings.step_size,
+        "seconds": round(run.seconds, 1),
+        "reached": {f"{target:g}": run.reached(target) for target in run.settings.targets},
+        "diverged_s": run.diverged_s,
+        "not_valid": run.complaints(),
+        "updates_per_s": round(run.updates / run.seconds, 3) if run.seconds else 0.0,
+        "mean_delay": round(mean_delay(run.delays), 2),
+        "dropped": run.dropped,
+        "exchange_s": round(run.exchange_s, 4),
+        "overran_share": round(run.overran_share, 4),
+        "cpu_share": round(run.cpu_share, 3),
+        "stolen_share": round(run.stolen_share, 4),
+        "sent_bytes": sum(carried for link, carried in run.link_bytes.items() if link.endswith(".up")),
+        "versions": run.versions,
+        "curve": thin(run.curve),
+    }
+
+
+def write_results(runs: Sequence[RunResult], scenario: str, folder: Path) -> None:
+    """What is kept of a scenario's runs: curves and figures, a table, a plot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = report.make_report(runs)
+    found = {"settings": runs[0].settings, "runs": [kept(run) for run in runs]}
+    (folder / f"{scenario}.json").write_bytes(
+        msgspec.json.format(msgspec.json.encode(found), indent=0) + b"\n"
+    )
+    (folder / f"{scenario}.md").write_text(report.markdown(made) + "\n")
+    draw(runs, folder, names=("accuracy",), dpi=80)
+
+
+def forget_invalid(wish: Wish, root: Path) -> None:
+    """So that they are made again."""
+    for settings in wish.runs():
+        found = read_run(settings.folder(root))
+        if found is not None and found.complaints():
+            (settings.folder(root) / RESULT).unlink()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--settings", type=Path, default=HERE / "settings.toml")
+    parser.add_argument("--only", nargs="+", metavar="SCENARIO")
+    parser.add_argument("--contenders", nargs="+", help="instead of those of the settings")
+    parser.add_argument("--seeds", type=int, nargs="+", help="instead of those of the settings")
+    parser.add_argument("--again", action="store_true", help="make runs that do not count once more")
+    parser.add_argument("--list", action="store_true", help="only say what is left")
+    parser.add_argument("--out", type=Path, default=Path("runs/time_to_accuracy"), help="whole runs")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="what is kept of them")
+    parser.add_argument("--data", type=Path)
+    given = parser.parse_args(argv)
+    settings = load(given.settings)
+    if given.seeds:
+        settings = msgspec.structs.replace(settings, seeds=tuple(given.seeds))
+    if given.contenders:
+        settings = msgspec.structs.replace(settings, contenders=tuple(given.contenders))
+    wishes = {
+        scenario: settings.wish(scenario, given.settings.parent)
+        for scenario in (given.only or settings.scenarios)
+    }
+    if given.list:
+        for scenario, wish in wishes.items():
+            done, to_do = split_done(wish.runs(), given.out, read_run)
+            at_most = sum(run.limit_s + AROUND_S for run in to_do)
+            print(f"{scenario}: {len(done)} runs made, {len(to_do)} left, {format_time(at_most)} at most")
+        return
+    data = find_data(given.data)
+
+    def make(run: RunSettings, folder: Path, stop_s: float, told: Callable[[float], None]) -> RunResult:
+        return make_run(run, folder, data, stop_s, told)
+
+    failures = []
+    for scenario, wish in wishes.items():
+        if given.again:
+            forget_invalid(wish, given.out)
+        outcome = carry_out(wish, given.out, make, read_run)
+        failures += outcome.failures
+        whole = load(given.settings).wish(scenario, given.settings.parent)
+        there, _ = split_done(whole.runs(), given.out, read_run)
+        if there:
+            write_results(there, scenario, given.results)
+    for failure in failures:
+        sys.stderr.write(f"{failure}\n")
+    if failures:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except FabricError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(2)

@@ -1,0 +1,73 @@
+"""What is kept of a campaign is small and says what counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+pytest.importorskip("torch")
+
+from experiments.time_to_accuracy.run import HERE, Settings, forget_invalid, load, thin, write_results
+
+from mlfabric import scenario as scenarios
+from mlfabric.bench.train.running import read_run
+from mlfabric.errors import FabricError
+from tests.bench.train.results import rising, some_result, some_settings
+
+
+def test_settings_as_committed_are_those_of_the_experiment() -> None:
+    settings = load(HERE / "settings.toml")
+    assert {"calm", "skewed", "dynamic", "stragglers", "dynamic-stragglers", "racks-8to1"} == set(
+        settings.scenarios
+    )
+    for scenario in settings.scenarios:
+        scenarios.find(scenario)
+        wish = settings.wish(scenario, HERE)
+        assert len(wish.runs()) == len(settings.contenders) * len(settings.seeds)
+        assert wish.common.targets == (0.85, 0.89)
+
+
+def test_contender_without_a_tuned_step_size_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tuned.json").write_text("[]")
+    settings = Settings(("calm",), ("gloo",), (1,), (0.85,), "1min", tuned="tuned.json")
+    with pytest.raises(FabricError, match="no step size for gloo"):
+        settings.wish("calm", tmp_path)
+
+
+def test_curves_are_thinned_to_their_last_point() -> None:
+    curve = [(float(second), second / 1000) for second in range(999)]
+    thinned = thin(curve, 50)
+    assert len(thinned) <= 50
+    assert thinned[-1] == (998.0, 0.998)
+    assert thin(curve[:3], 50) == curve[:3]
+    assert thin([], 50) == []
+
+
+def test_results_are_small_and_tell_what_is_not_valid(tmp_path: Path) -> None:
+    runs = [
+        some_result(some_settings("mlfabric-async"), rising(10)),
+        some_result(some_settings("gloo"), rising(40), cpu_share=0.9),
+        some_result(some_settings("fcfs-1"), rising(1000), diverged_s=3.0),
+    ]
+    write_results(runs, "calm", tmp_path)
+    text = (tmp_path / "calm.json").read_text()
+    found = json.loads(text)
+    assert [run["reached"]["0.85"] for run in found["runs"]] == [10.0, 40.0, None]
+    assert [bool(run["not_valid"]) for run in found["runs"]] == [False, True, False]
+    assert found["runs"][2]["diverged_s"] == 3.0
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 100_000
+    assert "mlfabric-async" in (tmp_path / "calm.md").read_text()
+
+
+def test_only_runs_that_do_not_count_are_forgotten(tmp_path: Path) -> None:
+    settings = Settings(("calm",), ("gloo", "fcfs-1"), (1,), (0.85,), "1min")
+    wish = settings.wish("calm", tmp_path)
+    for run, busy in zip(wish.runs(), (0.9, 0.5), strict=True):
+        run.folder(tmp_path).mkdir(parents=True)
+        result = some_result(run, rising(10), cpu_share=busy)
+        (run.folder(tmp_path) / "result.json").write_bytes(msgspec.json.encode(result))
+    forget_invalid(wish, tmp_path)
+    assert [read_run(run.folder(tmp_path)) is None for run in wish.runs()] == [True, False]
