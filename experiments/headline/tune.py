@@ -2,7 +2,8 @@
 
 Five step sizes by two momenta, moved while the best is on the edge, as `bench train --tune` does in a lab. A
 trial is real training that follows the contender's schedule. It ends when it is at the target, when it has
-learned nothing for a while, or when a trial before it was at the target sooner. Trials are kept in a folder,
+learned nothing for a while, when it is not where the best trial before it was in half the time, or when that
+was at the target sooner. Trials are kept in a folder,
 so that the search may be broken off at any time; what is complete goes into a file for `bench train --tuned`.
 """
 
@@ -21,12 +22,13 @@ import torch
 
 from experiments.headline.run import BATCH, SCENARIO, Applied, Follower, Where, schedule
 from mlfabric.bench.train.judging import Curve, reached
-from mlfabric.bench.train.settings import DEFAULT_RATE, StepSize
+from mlfabric.bench.train.settings import DEFAULT_RATE, REACHED_IN_A_ROW, StepSize
 from mlfabric.bench.train.task import Fashion, find_data
 from mlfabric.bench.train.tuning import (
     FIRST_TUNING_SEED,
     Trial,
     Tuned,
+    best_of,
     next_sizes,
     summarise_trials,
     write_tuned,
@@ -49,6 +51,7 @@ POLICIES = {
 }
 # Whose steps are of the same gradients as another's, only at other times: trained once, timed twice.
 SAME_STEPS = {"gloo": "mlfabric-sync", "mlfabric-ssp": "ssp"}
+Leader = list[tuple[float, float]]
 HOPELESS_AFTER_S, HOPELESS_BELOW = 60.0, 0.2
 IMAGES = 2000
 
@@ -62,11 +65,16 @@ class Search:
     batch: int
     look_every: int
 
-    def enough(self, curve: Curve, best_s: float) -> bool:
+    def enough(self, curve: Curve, leader: Curve) -> bool:
+        """The leader is the best trial before."""
         at, seen = curve[-1]
-        if at > HOPELESS_AFTER_S and seen < HOPELESS_BELOW:
-            return True
-        return at > best_s or reached(curve, self.target) is not None
+        if at > HOPELESS_AFTER_S:
+            lately = max(seen for _, seen in curve[-REACHED_IN_A_ROW:])
+            led = max((seen for then, seen in leader if then <= at / 2), default=0.0)
+            if seen < HOPELESS_BELOW or lately < led:
+                return True
+        best_s = reached(leader, self.target)
+        return reached(curve, self.target) is not None or (best_s is not None and at > best_s)
 
 
 class Bench:
@@ -84,16 +92,19 @@ class Bench:
         return msgspec.json.decode(path.read_bytes(), type=list[Trial]) if path.exists() else []
 
     def make(self, contender: str, size: StepSize) -> Trial:
-        search, made = self._search, self.made(contender)
-        best_s = min((trial.seconds for trial in made if trial.seconds is not None), default=math.inf)
+        search, made, ahead = self._search, self.made(contender), f"leader-{contender}.json"
+        path = self._folder / ahead
+        leader = msgspec.json.decode(path.read_bytes(), type=Leader) if path.exists() else []
         if self._follower is None:
             data, seed = Fashion(self._data), search.where.seed
             self._follower = Follower(data, seed, IMAGES, search.look_every, search.batch)
         curve = self._follower.follow(
-            self._schedule(contender), size, lambda curve: search.enough(curve, best_s)
+            self._schedule(contender), size, lambda curve: search.enough(curve, leader)
         )
         most = max((seen for _, seen in curve), default=0.0)
         trial = Trial(size, reached(curve, search.target), most, curve[-1][0] if curve else 0.0)
+        if best_of([*made, trial]) == trial:
+            self._write(ahead, curve)
         self._write(f"{contender}.json", [*made, trial])
         return trial
 

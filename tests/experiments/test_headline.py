@@ -47,7 +47,11 @@ def test_every_schedule_that_stands_for_a_contender_can_be_made() -> None:
 
 def test_search_ends_a_trial_at_the_target_or_when_it_is_hopeless() -> None:
     search = Search(WHERE, 0.85, 32, 30)
-    assert not search.enough([(10.0, 0.1)], 100.0)
-    assert search.enough([(61.0, 0.1)], 100.0)
-    assert search.enough([(101.0, 0.8)], 100.0)
-    assert search.enough([(1.0, 0.9), (2.0, 0.9), (3.0, 0.9)], 100.0)
+    leader = [(20.0, 0.6), (40.0, 0.8), (80.0, 0.85), (90.0, 0.86), (100.0, 0.87)]
+    assert not search.enough([(10.0, 0.1)], leader)
+    assert search.enough([(61.0, 0.1)], [])
+    assert search.enough([(80.0, 0.7)], leader)  # the leader had 0.8 after 40 s
+    assert not search.enough([(79.0, 0.7)], leader)
+    assert not search.enough([(60.0, 0.81), (70.0, 0.8), (80.0, 0.7)], leader)
+    assert search.enough([(79.0, 0.84), (81.0, 0.84)], leader)
+    assert search.enough([(1.0, 0.9), (2.0, 0.9), (3.0, 0.9)], leader)
