@@ -212,7 +212,7 @@ def test_both_directions_are_believed_to_change_together_until_one_shows_otherwi
 
 
 def test_a_host_that_says_it_carries_nothing_is_not_believed_to_have_a_link_without_a_rate() -> None:
-    """Its processor may be busy: a rate of zero would never be used again, and nothing can be a part of it."""
+    """Its processor may be busy; a rate of zero would never be used again, and nothing is a part of it."""
     cluster = equal("sw")
     for _ in range(round(2 * DECIDE_S / REPORT_S) + 10):
         cluster.beliefs.total_seen("s", "down", 0.0, cluster.now, "s")

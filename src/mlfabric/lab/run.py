@@ -178,6 +178,8 @@ def rank_environment(
         "MLFABRIC_HOST": rank.host,
         **({"MLFABRIC_RACK": rack} if rack is not None else {}),
         **({"MLFABRIC_JOB_MAX_RATE": f"{float(limit):.0f}"} if limit is not None else {}),
+        # What a rank sees are the processors of the machine; all hosts of the lab share them.
+        "MLFABRIC_PROCESSORS": f"{len(os.sched_getaffinity(0)) / len(ranks):.3g}",
         "MLFABRIC_RUN_FOLDER": str(folder),
         "PYTHONUNBUFFERED": "1",
     }

@@ -34,6 +34,12 @@ def gather(
     )
 
 
+def link_speed_bps(towards: tuple[str, int]) -> float | None:
+    """What the interface that leads there can carry; None: its driver does not say."""
+    name = _route(towards)
+    return next((each.speed_bps for each in _interfaces(Path("/sys/class/net")) if each.name == name), None)
+
+
 def _proc(key: str) -> Path:
     return Path("/proc/sys", *key.split("."))
 
