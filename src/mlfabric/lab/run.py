@@ -178,8 +178,6 @@ def rank_environment(
         "MLFABRIC_HOST": rank.host,
         **({"MLFABRIC_RACK": rack} if rack is not None else {}),
         **({"MLFABRIC_JOB_MAX_RATE": f"{float(limit):.0f}"} if limit is not None else {}),
-        # What a rank sees are the processors of the machine; all hosts of the lab share them.
-        "MLFABRIC_PROCESSORS": f"{len(os.sched_getaffinity(0)) / len(ranks):.3g}",
         "MLFABRIC_RUN_FOLDER": str(folder),
         "PYTHONUNBUFFERED": "1",
     }
@@ -293,6 +291,9 @@ class _Run:
         environment = dict(os.environ if self.options.environment is None else self.options.environment)
         # As torchrun does: many ranks share the processors.
         environment.setdefault("OMP_NUM_THREADS", "1")
+        # What a rank sees are the processors of the machine; all hosts of the lab share them.
+        part = len(os.sched_getaffinity(0)) / len(self.ranks)
+        environment.setdefault("MLFABRIC_PROCESSORS", f"{part:.3g}")
         environment |= rank_environment(
             self.lab, rank, self.ranks, self.folder, self._secret, self.options.master_port,
             self.addresses[self.ranks[0].host],
