@@ -15,6 +15,7 @@ import mlfabric as mf
 from mlfabric.api import ALL_ROLES
 from mlfabric.config import from_environment
 from mlfabric.runtime import placement
+from mlfabric.runtime.host import link_towards
 from mlfabric.runtime.placement import Choice, Facts, choose, gather, place_engine
 
 # A worker of a job of several hosts, on a machine with processors to spare, of whose link nobody knows.
@@ -61,7 +62,8 @@ def test_where_no_process_can_be_had_a_thread_is_taken_and_the_reason_said() -> 
 
 
 def test_facts_come_from_the_settings_and_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "link_speed_bps", lambda towards: 25e9)
+    where: list[tuple[str | None, float | None]] = [("eth0", 25e9)]
+    monkeypatch.setattr(placement, "link_towards", lambda address: where[-1])
 
     def facts(address: str = "10.0.0.1:7070", roles: tuple[str, ...] = ALL_ROLES, **env: str) -> Facts:
         return gather(from_environment(address, environment=env), roles, 0)
@@ -74,6 +76,13 @@ def test_facts_come_from_the_settings_and_the_host(monkeypatch: pytest.MonkeyPat
     assert facts(LOCAL_WORLD_SIZE="4").processors == facts().processors / 4
     with pytest.raises(mf.FabricError, match="MLFABRIC_PROCESSORS is 'few'"):
         facts(MLFABRIC_PROCESSORS="few")
+    where.append(("lo", None))
+    assert facts("a-name-of-this-host").loopback
+
+
+def test_the_way_to_an_address_is_found_without_sending_anything() -> None:
+    assert link_towards(("127.0.0.1", 7070))[0] == "lo"
+    assert link_towards(("0.0.0.0", 7070)) == (None, None)
 
 
 def test_what_is_asked_for_is_done_and_what_is_chosen_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

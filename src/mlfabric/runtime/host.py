@@ -34,10 +34,13 @@ def gather(
     )
 
 
-def link_speed_bps(towards: tuple[str, int]) -> float | None:
-    """What the interface that leads there can carry; None: its driver does not say."""
-    name = _route(towards)
-    return next((each.speed_bps for each in _interfaces(Path("/sys/class/net")) if each.name == name), None)
+def link_towards(address: tuple[str, int]) -> tuple[str | None, float | None]:
+    """The interface that leads there, and the bits per second it can carry; None: nobody knows."""
+    if address[0] in ("", "0.0.0.0", "::"):
+        return None, None  # all of them
+    name = _route(address)
+    found = (each for each in _interfaces(Path("/sys/class/net")) if each.name == name)
+    return name, next((each.speed_bps for each in found), None)
 
 
 def _proc(key: str) -> Path:

@@ -17,7 +17,7 @@ from pathlib import Path
 from mlfabric.config import Settings, is_loopback
 from mlfabric.data import ArrayData
 from mlfabric.runtime.engine import Engine
-from mlfabric.runtime.host import link_speed_bps
+from mlfabric.runtime.host import link_towards
 from mlfabric.runtime.lag import NAP_S, NAPS, STARVED_S, mean_lag
 from mlfabric.runtime.membership import make_engine, prepare_engine
 from mlfabric.runtime.remote import NoProcessError, RemoteEngine
@@ -82,14 +82,13 @@ def choose(facts: Facts, lag_s: Callable[[], float]) -> Choice:
 
 
 def gather(settings: Settings, roles: tuple[str, ...], neighbours: int) -> Facts:
-    if settings.rates_guessed:
-        rate = link_speed_bps(settings.scheduler)
-    else:
+    interface, rate = link_towards(settings.scheduler)
+    if not settings.rates_guessed:
         rate = wire_rate(max(settings.up_bytes_per_s, settings.down_bytes_per_s))
     return Facts(
         works="worker" in roles,
         members=settings.expected,
-        loopback=is_loopback(settings.scheduler[0]),
+        loopback=is_loopback(settings.scheduler[0]) or interface == "lo",
         neighbours=neighbours,
         processors=settings.processors,
         link_bps=rate,
