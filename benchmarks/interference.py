@@ -20,9 +20,10 @@ the network) from the trainer as the engine does, but can't hold its interpreter
 processors the other hosts' work is part of that. So two ratios are told, each the median over turns: to
 `alone`, what a step costs more in all; to `apart`, what it costs more because the engine is the trainer's.
 
-Both need a machine that has nothing else to do. The last columns do not: what of a step's time its thread
-ran, and what it neither ran nor waited for a processor, by the kernel's own account. A trainer on one thread
-that reads no file waits for nothing then but the interpreter, or memory that the kernel has to fetch.
+Both need a machine that has nothing else to do. The last columns need it less: what of a step's time its
+thread ran, and what it neither ran nor waited for a processor, by the kernel's own account. A trainer on one
+thread that reads no file waits for nothing then but the interpreter, or memory that the kernel has to fetch.
+`own` is the sum of both, by that of `apart`.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ CONTENDERS = ("alone", "apart", "thread", "default", "process", "copied", "gloo"
 USUAL = "alone,apart,thread,default"
 # Operations of a turn take about so long on links that are full.
 TURN_S = 2.4
+COLUMNS = "contender|step ms|p10 - p90|steps|MB/s|to alone|to apart|ran ms|blocked ms|own".split("|")
 
 
 class Wish(msgspec.Struct, frozen=True):
@@ -185,9 +187,9 @@ def be_apart(wish: Wish) -> None:
 
 
 def make_movers(wish: Wish, rank: int, ranks: int) -> dict[str, Any]:
-    """In the order of the contenders, which all ranks share."""
+    """In an order that all ranks share: what is the default depends on who is in the process already."""
     movers: dict[str, Any] = {}
-    for name in wish.contenders:
+    for name in sorted(wish.contenders, key=lambda name: name != "default"):
         # Only the trainer's engine is looked at; the others' are threads that nobody disturbs.
         engines = {"thread": "thread", "process": "process", "copied": "process", "default": None}
         if name in engines:
@@ -316,24 +318,18 @@ def show(hosts: int, rate: str, wish: Wish, result: Result) -> None:
     shown = table(
         f"{wish.pattern} of {wish.elements * 4 / 1e6:.3g} MB, {hosts} hosts at {rate}: "
         f"{wish.turns} turns of {wish.operations} operations",
-        [
-            "contender",
-            "step ms",
-            "p10 - p90",
-            "steps",
-            "MB/s",
-            "to alone",
-            "to apart",
-            "ran ms",
-            "blocked ms",
-        ],
+        COLUMNS,
     )
     steps: dict[str, list[float]] = {}  # the median step of each turn
+    owned: dict[str, list[float]] = {}  # and what of it does not depend on who else wants a processor
     for name in wish.contenders:
         own = [turn for turn in result.turns if turn.contender == name]
         if not all(turn.steps_s for turn in own):
             raise FabricError(f"no step was as short as the operations of {name}; give more --operations")
         steps[name] = [statistics.median(turn.steps_s) for turn in own]
+        owned[name] = [
+            statistics.median(map(sum, zip(turn.ran_s, turn.blocked_s, strict=True))) for turn in own
+        ]
         all_steps = sorted(step for turn in own for step in turn.steps_s)
         low, high = (all_steps[int(part * (len(all_steps) - 1))] for part in (0.1, 0.9))
         moved = wish.operations * wish.elements * 4 / 1e6 / statistics.median(turn.seconds for turn in own)
@@ -351,6 +347,7 @@ def show(hosts: int, rate: str, wish: Wish, result: Result) -> None:
             ratio(steps[name], steps.get("apart")) if name != "alone" else "",
             f"{ran:.1f}",
             f"{blocked:.2f} ({blocked / ran:.1%})",
+            ratio(owned[name], owned.get("apart")) if name != "alone" else "",
         )
     console().print(shown)
 
