@@ -63,7 +63,18 @@ CONTENDERS = ("alone", "apart", "thread", "default", "process", "copied", "gloo"
 USUAL = "alone,apart,thread,default"
 # Operations of a turn take about so long on links that are full.
 TURN_S = 2.4
-COLUMNS = "contender|step ms|p10 - p90|steps|MB/s|to alone|to apart|ran ms|blocked ms|own".split("|")
+COLUMNS = (
+    "contender",
+    "step ms",
+    "p10 - p90",
+    "steps",
+    "MB/s",
+    "to alone",
+    "to apart",
+    "ran ms",
+    "blocked ms",
+    "own",
+)
 
 
 class Wish(msgspec.Struct, frozen=True):

@@ -460,11 +460,11 @@ def join(
 
 def join_with(settings: Settings, roles: tuple[str, ...], timeout: float = 10.0) -> Fabric:
     """`join` with everything already decided."""
-    until = time.monotonic() + timeout
     for role in roles:
         if role not in ALL_ROLES:
             raise FabricError(f"unknown role {role!r}; roles are {', '.join(ALL_ROLES)}")
     choice = place_engine(settings, roles, len(_engines))
+    until = time.monotonic() + timeout
     while True:
         try:
             fabric = _join_once(settings, roles, choice, max(until - time.monotonic(), AGAIN_S))
