@@ -1,12 +1,15 @@
 """What the engine costs a training step: the time of forward and backward passes while it moves bytes.
 
-    python -m benchmarks.interference [--hosts 2,3] [--rate 1gbit] [--turns 5] [--pattern all_reduce,push]
+    python -m benchmarks.interference [--rate 200mbit,1gbit] [--pattern push,all_reduce] [--hosts 2]
+        [--turns 4] [--contenders alone,apart,thread,default]
 
 On the first of some lab hosts a real model (ResNet-18, eight images of 32x32, one torch thread) is trained,
 without an optimizer, while arrays of its gradients' size are all-reduced, or updates of it pushed and models
-pulled, again and again. The contenders take turns, each with the same number of operations:
+pulled, again and again. As it stands it takes about three and a half minutes. The contenders take turns, each
+with the same number of operations:
 
 - alone: no traffic at all;
+- default: mlfabric as a user gets it who says nothing; what it chose is in the table;
 - thread, process: mlfabric's engine in a thread of the trainer and in a process of its own;
 - copied: the engine in a process of its own, but arrays that it can't see, so that they are copied;
 - gloo: PyTorch's own all-reduce, whose threads need no interpreter;
@@ -14,12 +17,13 @@ pulled, again and again. The contenders take turns, each with the same number of
 
 `apart` is the yardstick: it takes as much of the machine (processors, caches, memory, the kernel's work for
 the network) from the trainer as the engine does, but can't hold its interpreter. On a machine with few
-processors the other hosts' work is part of that. So two ratios are told: to `alone`, what a step costs more
-in all; to `apart`, what it costs more because the engine is the trainer's own.
+processors the other hosts' work is part of that. So two ratios are told, each the median over turns: to
+`alone`, what a step costs more in all; to `apart`, what it costs more because the engine is the trainer's.
 
-Both need a machine that has nothing else to do. The last column does not: of a step's time, what its thread
-was neither running nor waiting for a processor, by the kernel's own account. A trainer on one thread that
-reads no file waits for nothing then but the interpreter, or memory that the kernel has to fetch.
+Both need a machine that has nothing else to do. The last columns need it less: what of a step's time its
+thread ran, and what it neither ran nor waited for a processor, by the kernel's own account. A trainer on one
+thread that reads no file waits for nothing then but the interpreter, or memory that the kernel has to fetch.
+`own` is the sum of both, by that of `apart`.
 """
 
 from __future__ import annotations
@@ -46,15 +50,31 @@ from mlfabric.api import ALL_ROLES, join_with
 from mlfabric.bench.allreduce import LabWish
 from mlfabric.config import from_environment
 from mlfabric.errors import FabricError
+from mlfabric.lab.manifest import MachineLoad
+from mlfabric.traffic.tables import console, table
+from mlfabric.units import goodput, parse_rate
 
 # Gradients of the model; tests use less.
 ELEMENTS = 11_689_512
 IMAGES = 8
 SIDE = 32
-PATTERNS = {
-    "all_reduce": ("alone", "apart", "gloo", "thread", "process", "copied"),
-    "push": ("alone", "apart", "thread", "process"),
-}
+PATTERNS = ("push", "all_reduce")
+CONTENDERS = ("alone", "apart", "thread", "default", "process", "copied", "gloo")
+USUAL = "alone,apart,thread,default"
+# Operations of a turn take about so long on links that are full.
+TURN_S = 2.4
+COLUMNS = (
+    "contender",
+    "step ms",
+    "p10 - p90",
+    "steps",
+    "MB/s",
+    "to alone",
+    "to apart",
+    "ran ms",
+    "blocked ms",
+    "own",
+)
 
 
 class Wish(msgspec.Struct, frozen=True):
@@ -62,6 +82,7 @@ class Wish(msgspec.Struct, frozen=True):
     turns: int
     operations: int
     elements: int
+    contenders: tuple[str, ...]
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -75,6 +96,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 class Result(msgspec.Struct, frozen=True):
     turns: list[Turn]
+    chosen: str  # the default engine, where it took part
 
 
 # --- moving bytes -----------------------------------------------------------------------------------------
@@ -83,7 +105,7 @@ class Result(msgspec.Struct, frozen=True):
 class FabricMover:
     """Operations of one member of a fabric of its own."""
 
-    def __init__(self, name: str, rank: int, ranks: int, offset: int, engine: str, wish: Wish) -> None:
+    def __init__(self, name: str, rank: int, ranks: int, offset: int, engine: str | None, wish: Wish) -> None:
         where = f"{os.environ['MASTER_ADDR']}:{int(os.environ['MASTER_PORT']) + offset}"
         self._wish = wish
         settings = from_environment(
@@ -96,6 +118,7 @@ class FabricMover:
         )
         # A busy machine's silence is nobody's death here.
         self._fabric = join_with(replace(settings, least_lease_s=60.0), ALL_ROLES, timeout=60.0)
+        self.engine = self._fabric.engine
         self._array = np.zeros(wish.elements, np.float32)
         if name != "copied":
             self._array = self._fabric.empty(wish.elements)
@@ -175,15 +198,14 @@ def be_apart(wish: Wish) -> None:
 
 
 def make_movers(wish: Wish, rank: int, ranks: int) -> dict[str, Any]:
-    """In the order of the contenders, which all ranks share."""
+    """In an order that all ranks share: what is the default depends on who is in the process already."""
     movers: dict[str, Any] = {}
-    for name in PATTERNS[wish.pattern]:
-        if name == "thread":
-            movers[name] = FabricMover("thread", rank, ranks, 1, "thread", wish)
-        elif name in ("process", "copied"):
-            # Only the trainer's engine is looked at; the others' are threads that nobody disturbs.
-            engine, offset = "process" if rank == 0 else "thread", 2 if name == "process" else 4
-            movers[name] = FabricMover(name, rank, ranks, offset, engine, wish)
+    for name in sorted(wish.contenders, key=lambda name: name != "default"):
+        # Only the trainer's engine is looked at; the others' are threads that nobody disturbs.
+        engines = {"thread": "thread", "process": "process", "copied": "process", "default": None}
+        if name in engines:
+            offset = 10 + CONTENDERS.index(name)
+            movers[name] = FabricMover(name, rank, ranks, offset, "thread" if rank else engines[name], wish)
         elif name == "apart":
             movers[name] = (
                 ApartMover(wish) if rank == 0 else FabricMover("apart", rank, ranks, 3, "thread", wish)
@@ -261,7 +283,7 @@ def be_rank(wish: Wish) -> None:
 
     step = make_step() if rank == 0 else None
     movers = make_movers(wish, rank, ranks)
-    names = PATTERNS[wish.pattern]
+    names = wish.contenders
     turns: list[Turn] = []
     for turn in range(wish.turns):
         for index in range(len(names)):
@@ -275,13 +297,14 @@ def be_rank(wish: Wish) -> None:
         with contextlib.suppress(FabricError):
             mover.close()
     if rank == 0:
-        print(msgspec.json.encode(Result(turns)).decode(), flush=True)
+        chosen = movers["default"].engine if "default" in movers else ""
+        print(msgspec.json.encode(Result(turns, chosen)).decode(), flush=True)
 
 
 # --- the whole --------------------------------------------------------------------------------------------
 
 
-def measure(hosts: int, rate: str, wish: Wish) -> list[Turn]:
+def measure(hosts: int, rate: str, wish: Wish) -> Result:
     from mlfabric.lab import Lab, RunOptions
 
     with (
@@ -294,34 +317,57 @@ def measure(hosts: int, rate: str, wish: Wish) -> list[Turn]:
         said = next((line for line in lines if line.startswith('{"turns"')), None)
         if said is None:
             raise FabricError(f"the ranks failed: {lines[-1] if lines else 'they said nothing'}")
-        return msgspec.json.decode(said, type=Result).turns
+        return msgspec.json.decode(said, type=Result)
 
 
-def show(hosts: int, rate: str, wish: Wish, turns: list[Turn]) -> None:
-    medians = {}
-    print(f"\n{wish.pattern} of {wish.elements * 4 / 1e6:g} MB, {hosts} hosts at {rate}, {wish.turns} turns")
-    print("contender   step ms (p10-p90 of turns)   steps   MB/s   to alone   to apart   ran ms   blocked ms")
-    for name in PATTERNS[wish.pattern]:
-        own = [turn for turn in turns if turn.contender == name and turn.steps_s]
-        if not own:
+def operations_of(rate: str, elements: int) -> int:
+    """So many fill a link of this rate for the time of a turn."""
+    return max(round(TURN_S * goodput(parse_rate(rate)) / (elements * 4)), 1)
+
+
+def show(hosts: int, rate: str, wish: Wish, result: Result) -> None:
+    shown = table(
+        f"{wish.pattern} of {wish.elements * 4 / 1e6:.3g} MB, {hosts} hosts at {rate}: "
+        f"{wish.turns} turns of {wish.operations} operations",
+        COLUMNS,
+    )
+    steps: dict[str, list[float]] = {}  # the median step of each turn
+    owned: dict[str, list[float]] = {}  # and what of it does not depend on who else wants a processor
+    for name in wish.contenders:
+        own = [turn for turn in result.turns if turn.contender == name]
+        if not all(turn.steps_s for turn in own):
             raise FabricError(f"no step was as short as the operations of {name}; give more --operations")
-        each = sorted(statistics.median(turn.steps_s) for turn in own)
-        medians[name] = statistics.median(each)
-        low, high = each[int(0.1 * len(each))], each[min(int(0.9 * len(each)), len(each) - 1)]
-        moved = wish.operations * wish.elements * 4 / 1e6 / statistics.median(turn.seconds for turn in own)
-        ratios = [
-            f"{medians[name] / medians[base]:8.3f}" if base in medians else "" for base in ("alone", "apart")
+        steps[name] = [statistics.median(turn.steps_s) for turn in own]
+        owned[name] = [
+            statistics.median(map(sum, zip(turn.ran_s, turn.blocked_s, strict=True))) for turn in own
         ]
+        all_steps = sorted(step for turn in own for step in turn.steps_s)
+        low, high = (all_steps[int(part * (len(all_steps) - 1))] for part in (0.1, 0.9))
+        moved = wish.operations * wish.elements * 4 / 1e6 / statistics.median(turn.seconds for turn in own)
         ran, blocked = (
             statistics.median(value for turn in own for value in values(turn)) * 1e3
             for values in (lambda turn: turn.ran_s, lambda turn: turn.blocked_s)
         )
-        print(
-            f"{name:10}  {medians[name] * 1e3:7.1f} ({low * 1e3:.1f}-{high * 1e3:.1f})"
-            f"{sum(len(turn.steps_s) for turn in own):11}  {'' if name == 'alone' else f'{moved:5.0f}':>5}"
-            f"   {ratios[0]:8}   {ratios[1] if name != 'alone' else '':8}   {ran:6.1f}"
-            f"   {blocked:6.2f} ({blocked / ran:.1%})"
+        shown.add_row(
+            f"{name} ({result.chosen})" if name == "default" else name,
+            f"{statistics.median(all_steps) * 1e3:.1f}",
+            f"{low * 1e3:.0f} - {high * 1e3:.0f}",
+            str(len(all_steps)),
+            "" if name == "alone" else f"{moved:.0f}",
+            ratio(steps[name], steps.get("alone")),
+            ratio(steps[name], steps.get("apart")) if name != "alone" else "",
+            f"{ran:.1f}",
+            f"{blocked:.2f} ({blocked / ran:.1%})",
+            ratio(owned[name], owned.get("apart")) if name != "alone" else "",
         )
+    console().print(shown)
+
+
+def ratio(of: list[float], to: list[float] | None) -> str:
+    """The median over turns: what slows the machine down for a while slows both."""
+    if to is None:
+        return ""
+    return f"{statistics.median(one / other for one, other in zip(of, to, strict=True)):.3f}"
 
 
 def main() -> None:
@@ -330,17 +376,31 @@ def main() -> None:
         (be_rank if sys.argv[1] == "rank" else be_apart)(wish)
         return
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--hosts", default="2,3")
-    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--hosts", default="2")
+    parser.add_argument("--rate", default="200mbit,1gbit")
     parser.add_argument("--pattern", default=",".join(PATTERNS))
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--operations", type=int, default=6, help="in each turn")
+    parser.add_argument("--contenders", default=USUAL, help=f"of {', '.join(CONTENDERS)}")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument(
+        "--operations", type=int, default=0, help="in each turn; by itself as the rate allows"
+    )
     parser.add_argument("--elements", type=int, default=ELEMENTS)
     options = parser.parse_args()
-    for pattern in options.pattern.split(","):
-        for hosts in options.hosts.split(","):
-            wish = Wish(pattern, options.turns, options.operations, options.elements)
-            show(int(hosts), options.rate, wish, measure(int(hosts), options.rate, wish))
+    contenders = tuple(options.contenders.split(","))
+    if not set(contenders) <= set(CONTENDERS):
+        parser.error(f"contenders are {', '.join(CONTENDERS)}")
+    for rate in options.rate.split(","):
+        for pattern in options.pattern.split(","):
+            if pattern not in PATTERNS or (pattern == "push" and "gloo" in contenders):
+                parser.error("patterns are push and all_reduce; gloo can only do the latter")
+            for hosts in options.hosts.split(","):
+                count = options.operations or operations_of(rate, options.elements)
+                wish = Wish(pattern, options.turns, count, options.elements, contenders)
+                load, began = MachineLoad(), time.monotonic()
+                show(int(hosts), rate, wish, measure(int(hosts), rate, wish))
+                load.update()
+                took, stolen = time.monotonic() - began, load.stolen_share()
+                print(f"{took:.0f} s; {stolen:.1%} of the processors' time was stolen\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -91,6 +91,7 @@ def start(lab: Lab, job: int, folder: Path, setting: Setting, delay_s: float) ->
             "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": master,
             "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1",
             "MLFABRIC_SECRET": secret, "MLFABRIC_RUN_FOLDER": str(folder), "MLFABRIC_HOST": host,
+            "MLFABRIC_PROCESSORS": str((os.cpu_count() or 1) / len(lab.scenario.host_names())),
         }  # fmt: skip
         log = (folder / f"rank{rank}.log").open("wb")
         started.append(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -20,7 +21,6 @@ import numpy as np
 from mlfabric.client import Committed, Dropped, Model, Outcome
 from mlfabric.codecs import find_codec
 from mlfabric.config import Settings, format_address, from_environment
-from mlfabric.data import ArrayData
 from mlfabric.errors import FabricError
 from mlfabric.groupcalls import Answer
 from mlfabric.messages import MEMBER_ROLES, ArraySpec, JobSettings, RulePiece, RuleSpec, StepSettings
@@ -28,8 +28,8 @@ from mlfabric.numerics import Vector
 from mlfabric.rules import Rounds, Rule, make_rule
 from mlfabric.runtime.counters import Traffic
 from mlfabric.runtime.engine import Engine
-from mlfabric.runtime.lag import EngineWatch, choose_engine
-from mlfabric.runtime.membership import make_engine, prepare_engine
+from mlfabric.runtime.lag import EngineWatch
+from mlfabric.runtime.placement import Choice, place_engine, start_engine
 from mlfabric.runtime.remote import RemoteEngine
 
 ALL_ROLES = MEMBER_ROLES
@@ -40,6 +40,9 @@ TAKEN = "is taken by a living member"
 AGAIN_S = 0.1
 
 Result = TypeVar("Result")
+
+# Of the members of this process that have not left.
+_engines: weakref.WeakSet[Engine | RemoteEngine] = weakref.WeakSet()
 
 
 class Ticket:
@@ -125,6 +128,11 @@ class Fabric:
     def address(self) -> str:
         """Where this member listens; the scheduler's address where it is embedded here."""
         return format_address(*self._engine.address)
+
+    @property
+    def engine(self) -> str:
+        """Where the network is served: by a "thread" of this process or by a "process" of its own."""
+        return "process" if isinstance(self._engine, RemoteEngine) else "thread"
 
     @property
     def expected(self) -> int:
@@ -290,6 +298,7 @@ class Fabric:
         if self._closed:
             return
         self._closed = True
+        _engines.discard(self._engine)
         if self._watch is not None:
             self._watch.close()
         self._client.leave()
@@ -424,8 +433,9 @@ def join(
     `up` and `down` are the rates of this host's link ("200mbit"); `roles` what this member may be used for;
     `max_rate` is what this host may send, `job_max_rate` what the job may send from any one host;
     `scheduler=True` embeds the scheduler here and listens at `address`; `tls` is a folder made by
-    `mlfabric certs`; `engine` is where the network is served: by a "thread" (the default), by a "process" of
-    its own, or "auto"; `pace=True` spreads the bytes of collectives over the time until they are needed.
+    `mlfabric certs`; `engine` is where the network is served: by a "thread" of this process, by a "process"
+    of its own, or where that costs training least ("auto", the default); `pace=True` spreads the bytes of
+    collectives over the time until they are needed.
     """
     settings = from_environment(
         address,
@@ -450,10 +460,16 @@ def join(
 
 def join_with(settings: Settings, roles: tuple[str, ...], timeout: float = 10.0) -> Fabric:
     """`join` with everything already decided."""
+    for role in roles:
+        if role not in ALL_ROLES:
+            raise FabricError(f"unknown role {role!r}; roles are {', '.join(ALL_ROLES)}")
+    choice = place_engine(settings, roles, len(_engines))
     until = time.monotonic() + timeout
     while True:
         try:
-            return _join_once(settings, roles, max(until - time.monotonic(), AGAIN_S))
+            fabric = _join_once(settings, roles, choice, max(until - time.monotonic(), AGAIN_S))
+            _engines.add(fabric._engine)
+            return fabric
         except FabricError as error:
             # The life before ours may hold our name until its end is noticed.
             if not settings.restarted or TAKEN not in str(error) or time.monotonic() + AGAIN_S >= until:
@@ -461,20 +477,9 @@ def join_with(settings: Settings, roles: tuple[str, ...], timeout: float = 10.0)
         time.sleep(AGAIN_S)
 
 
-def _join_once(settings: Settings, roles: tuple[str, ...], timeout: float) -> Fabric:
-    for role in roles:
-        if role not in ALL_ROLES:
-            raise FabricError(f"unknown role {role!r}; roles are {', '.join(ALL_ROLES)}")
-    engine: Engine | RemoteEngine
-    watch: EngineWatch | None = None
-    if choose_engine(settings) == "process":
-        engine = RemoteEngine(settings, roles, timeout)
-        leader = engine.leader
-    else:
-        data = ArrayData(mirror=settings.mirror)
-        engine, leader = prepare_engine(settings, roles, timeout, data, make_engine)
-        engine.start()
-        watch = EngineWatch(engine.thread) if settings.engine == "auto" else None
+def _join_once(settings: Settings, roles: tuple[str, ...], choice: Choice, timeout: float) -> Fabric:
+    engine, leader = start_engine(settings, roles, choice, timeout)
+    watch = EngineWatch(engine.thread) if choice.doubtful and isinstance(engine, Engine) else None
     try:
         _wait(engine.client.join(), timeout, f"the scheduler {leader} did not let {settings.name} in")
     except BaseException:

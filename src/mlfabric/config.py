@@ -20,7 +20,7 @@ from mlfabric.units import goodput, parse_rate
 
 # The scheduler's port where none is given.
 DEFAULT_PORT = 7070
-# Where the engine of a member runs; "auto": a thread, or a process if a look at this one advises it.
+# Where the engine of a member runs; "auto": as `runtime.placement` finds best.
 ENGINES = ("thread", "process", "auto")
 # Under torchrun the scheduler's port follows from that of torchrun's own store, in a range that kernels give
 # to nobody by themselves: where torchrun draws a port, the next ones may be taken at any moment.
@@ -52,7 +52,8 @@ class Settings:
     job_max_rate_bytes_per_s: float | None = None  # what this job may send from any one host
     pace: bool = False  # spread what collectives send over the time until it is needed
     mirror: Path | None = None  # a folder where the weights this member leads can be read, even after a kill
-    engine: str = "thread"  # one of ENGINES
+    engine: str = "auto"  # one of ENGINES
+    processors: float = 1.0  # for this process: of those it may use, its part
     others: tuple[tuple[str, int], ...] = ()  # where else somebody may listen who knows the scheduler
     embeds_if_alone: bool = False  # schedules if nobody else does: it listens at the first of the addresses
     awaits_rank_0: bool = False  # torchrun's rank 0 schedules, and this is another one
@@ -121,6 +122,7 @@ def from_environment(
         pace=pace if pace is not None else _flag(env, "MLFABRIC_PACE"),
         rack=env.get("MLFABRIC_RACK"),
         engine=_engine(engine or env.get("MLFABRIC_ENGINE")),
+        processors=_processors(env),
         max_rate_bytes_per_s=read_limit(max_rate or env.get("MLFABRIC_MAX_RATE")),
         job_max_rate_bytes_per_s=read_limit(job_max_rate or env.get("MLFABRIC_JOB_MAX_RATE")),
         rates_guessed=all(r is None for r in (up, down, env.get("MLFABRIC_UP"), env.get("MLFABRIC_DOWN"))),
@@ -225,10 +227,24 @@ def _listen(written: str | None) -> tuple[str, int] | None:
 
 def _engine(written: str | None) -> str:
     if written is None or written == "":
-        return "thread"
+        return "auto"
     if written not in ENGINES:
         raise FabricError(f"unknown engine {written!r}; it is one of {', '.join(ENGINES)}")
     return written
+
+
+def _processors(env: Mapping[str, str]) -> float:
+    """As told, or those this process may use, shared with the others that torchrun started on this host."""
+    written = env.get("MLFABRIC_PROCESSORS")
+    if not written:
+        return len(os.sched_getaffinity(0)) / max(_whole(env, "LOCAL_WORLD_SIZE") or 1, 1)
+    try:
+        count = float(written)
+    except ValueError:
+        count = 0.0
+    if not 0 < count < float("inf"):
+        raise FabricError(f"MLFABRIC_PROCESSORS is {written!r}; write how many this process may count on")
+    return count
 
 
 def _own_address(addresses: tuple[tuple[str, int], ...]) -> tuple[str, int] | None:

@@ -119,8 +119,9 @@ class FrameReader:
         """The place for the next bytes; never empty."""
         return self._target[self._got :]
 
-    def missing_bytes(self) -> int:
-        return len(self._target) - self._got
+    def missing_data_bytes(self) -> int:
+        """Of the piece of data that is coming; zero: none is."""
+        return len(self._target) - self._got if self._kind is Kind.DATA else 0
 
     def advance(self, count: int) -> Frame | None:
         """`count` bytes were put where they were wanted; the frame they complete, if they do."""

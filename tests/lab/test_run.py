@@ -53,6 +53,9 @@ def test_every_rank_gets_torchruns_variables_and_the_secret(make_lab: MakeLab, t
         assert variables["LOCAL_WORLD_SIZE"] == "2"
         assert variables["MASTER_ADDR"] == "10.77.0.1"
         assert variables["GLOO_SOCKET_IFNAME"] == "eth0"
+        assert float(variables["MLFABRIC_PROCESSORS"]) == pytest.approx(
+            len(os.sched_getaffinity(0)) / 6, 0.01
+        )
     assert len({variables["MLFABRIC_SECRET"] for variables in seen}) == 1
     assert len(seen[0]["MLFABRIC_SECRET"]) == 64
 

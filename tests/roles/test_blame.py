@@ -209,3 +209,14 @@ def test_both_directions_are_believed_to_change_together_until_one_shows_otherwi
     cluster.down["a"] = FAST
     cluster.run(0.2, ("b", "a"))
     assert cluster.believed("a")[1] == FAST
+
+
+def test_a_host_that_says_it_carries_nothing_is_not_believed_to_have_a_link_without_a_rate() -> None:
+    """Its processor may be busy; a rate of zero would never be used again, and nothing is a part of it."""
+    cluster = equal("sw")
+    for _ in range(round(2 * DECIDE_S / REPORT_S) + 10):
+        cluster.beliefs.total_seen("s", "down", 0.0, cluster.now, "s")
+        cluster.run(REPORT_S, ("w", "s"))
+    assert cluster.believed("s") == (None, None)
+    cluster.run(2.0, ("s", "w"))
+    assert cluster.believed("s") == (FAST, None)

@@ -19,7 +19,6 @@ import pytest
 
 import mlfabric as mf
 from mlfabric.api import Fabric
-from mlfabric.config import from_environment
 from mlfabric.runtime import lag
 from mlfabric.runtime.remote import RemoteEngine
 from tests.test_imports import reached
@@ -218,22 +217,7 @@ def test_nothing_on_the_way_imports_pickle() -> None:
         assert not used & {"pickle", "multiprocessing", "marshal", "shelve"}
 
 
-# --- which of both ----------------------------------------------------------------------------------------
-
-
-def test_auto_takes_a_process_for_fast_links_and_where_the_interpreter_is_held(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def chosen(lag_s: float, **options: Any) -> str:
-        monkeypatch.setattr(lag, "mean_lag", lambda naps, nap_s: lag_s)
-        return lag.choose_engine(from_environment("h:1", environment={}, **options))
-
-    assert chosen(1.0) == "thread"  # the default
-    assert chosen(0.0, engine="auto") == "thread"
-    assert chosen(0.004, engine="auto") == "process"
-    assert chosen(0.0, engine="auto", up="1gbit", down="1gbit") == "thread"
-    assert chosen(0.0, engine="auto", up="10gbit", down="10gbit") == "process"
-    assert from_environment("h:1", environment={"MLFABRIC_ENGINE": "process"}).engine == "process"
+# --- what a thread costs ----------------------------------------------------------------------------------
 
 
 def test_a_thread_that_holds_the_interpreter_shows() -> None:

@@ -60,6 +60,11 @@ class Report(msgspec.Struct):
     run: OperationTimes | None = None
 
 
+def processor_s(fabric: Fabric) -> float:
+    """Processor time of this process and, if it has one of its own, the engine's."""
+    return time.process_time() + fabric._engine.own_processor_s
+
+
 class Bench:
     def __init__(self, fabric: Fabric, rank: int, ranks: int, order: RankOrder) -> None:
         self._fabric = fabric
@@ -73,7 +78,7 @@ class Bench:
         results = [ContenderTimes(c.name, size, [], [], []) for size in order.sizes for c in contenders]
         by_key = {(times.size_bytes, times.contender): times for times in results}
         for size in order.sizes:
-            array = np.empty(max(size // 4, 1), np.float32)
+            array = self._fabric.empty(max(size // 4, 1))
             for contender in contenders:  # links are made, memory is touched
                 self._reduce(contender, array)
             for turn in range(order.turns):
@@ -102,7 +107,7 @@ class Bench:
         with contextlib.suppress(OSError):
             SLOW_START_AFTER_IDLE.write_text("0")
         for size in self._order.sizes:
-            array = np.empty(max(size // 4, 1), np.float32)
+            array = self._fabric.empty(max(size // 4, 1))
             for _ in range(self._order.turns):
                 for contender in contenders:
                     time.sleep(self._order.idle_s)
@@ -115,9 +120,9 @@ class Bench:
         """(seconds of the slowest rank, processor seconds of all ranks)."""
         array[:] = np.float32(self._rank + 1)
         contender.all_reduce(np.zeros(1, np.float32))
-        cpu, began = time.process_time(), time.perf_counter()
+        cpu, began = processor_s(self._fabric), time.perf_counter()
         contender.all_reduce(array)
-        mine = np.array([time.perf_counter() - began, time.process_time() - cpu])
+        mine = np.array([time.perf_counter() - began, processor_s(self._fabric) - cpu])
         if check is not None:
             check.errors += int(np.count_nonzero(array != self._ranks * (self._ranks + 1) / 2))
         slowest, total = mine[:1].copy(), mine[1:].copy()

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from mlfabric.api import Fabric, join_with
+from mlfabric.bench.rank import processor_s
 from mlfabric.client import Dropped
 from mlfabric.config import Settings, from_environment
 from mlfabric.data import ArrayData
@@ -149,7 +150,7 @@ class TransferBench:
     def _round(self, fabric: Fabric, array: Vector, times: TransferTimes) -> tuple[float, float]:
         """(seconds of the slowest rank, processor seconds of all ranks)."""
         self._meet(fabric)
-        cpu, began = time.process_time(), time.perf_counter()
+        cpu, began = processor_s(fabric), time.perf_counter()
         if self._rank > 0:
             if self._order.kind == "push":
                 times.dropped += isinstance(fabric.push({"model": array}).result(WAIT_S), Dropped)
@@ -157,7 +158,7 @@ class TransferBench:
                 model = fabric.pull(WAIT_S).arrays["model"]
         took = time.perf_counter() - began
         self._meet(fabric)
-        mine = np.array([took, time.process_time() - cpu])
+        mine = np.array([took, processor_s(fabric) - cpu])
         if self._rank > 0 and self._order.kind == "pull":
             times.errors += int(np.count_nonzero(model != _pattern(len(array))))
         slowest, total = mine[:1].copy(), mine[1:].copy()

@@ -291,6 +291,9 @@ class _Run:
         environment = dict(os.environ if self.options.environment is None else self.options.environment)
         # As torchrun does: many ranks share the processors.
         environment.setdefault("OMP_NUM_THREADS", "1")
+        # What a rank sees are the processors of the machine; all hosts of the lab share them.
+        part = len(os.sched_getaffinity(0)) / len(self.ranks)
+        environment.setdefault("MLFABRIC_PROCESSORS", f"{part:.3g}")
         environment |= rank_environment(
             self.lab, rank, self.ranks, self.folder, self._secret, self.options.master_port,
             self.addresses[self.ranks[0].host],

@@ -250,6 +250,8 @@ class LinkBeliefs:
         return max(belief.full_at, other.full_at)
 
     def _set(self, way: Way, rate: float, now: float) -> bool:
+        if rate <= 0:
+            return False  # that a link carried nothing for a while says nothing of what it can carry
         belief = self._beliefs.get(way)
         if belief is None:
             self._beliefs[way] = _Belief(rate, now, rate)

@@ -24,6 +24,10 @@ from mlfabric.wire import CHUNK_BYTES, MAX_DATA_BYTES, Frame, FrameReader, Kind,
 
 # How much one connection may receive before others get their turn.
 READ_BUDGET_BYTES = 4 * 2**20
+# It is woken when the rest of a piece of data is there, or so much of it; below the least it is not worth
+# telling the kernel.
+MOST_LOW_WATER_BYTES = 256 * 1024
+LEAST_LOW_WATER_BYTES = 4096
 # In the kernel's struct tcp_info: bytes acknowledged, microseconds busy, and of them held back by the window.
 _ACKED_AT = 120
 _TCP_INFO = struct.Struct("=Q40xQQ")
@@ -85,6 +89,7 @@ class Connection:
         self._pace = float("inf")  # bytes per second that the kernel sends at most
         self._raised = 0.0  # what went that fast since there was nothing to send
         self._scratch: bytearray | None = None
+        self._low_water = 1
         self.allowance: Allowance | None = None  # of bulk bytes
 
     @property
@@ -229,11 +234,13 @@ class Connection:
     def receive(self) -> Iterator[Frame | None]:
         """Frames as they complete; None at the end means that the other side has closed."""
         budget = READ_BUDGET_BYTES
+        sealed = isinstance(self.sock, TlsSocket)  # it gives a record at a time
         while budget > 0:
+            wanted = self.reader.wanted()
             try:
-                count = self.sock.recv_into(self.reader.wanted())
+                count = self.sock.recv_into(wanted)
             except BlockingIOError:
-                return
+                break
             if count == 0:
                 yield None
                 return
@@ -241,6 +248,18 @@ class Connection:
             frame = self.reader.advance(count)
             if frame is not None:
                 yield frame
+            if count < len(wanted) and not sealed:
+                break
+        if not sealed:
+            self._set_low_water()
+
+    def _set_low_water(self) -> None:
+        """Waking up costs more than reading: nobody is woken for less than the rest of a piece of data."""
+        missing = self.reader.missing_data_bytes()
+        level = min(missing, MOST_LOW_WATER_BYTES) if missing > LEAST_LOW_WATER_BYTES else 1
+        if level != self._low_water:
+            self._low_water = level
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, level)
 
     def _sink(self, stream: int, length: int) -> memoryview:
         receiving = self.receiving.get(stream)

@@ -133,6 +133,11 @@ class Engine:
         return self._transfers.traffic
 
     @property
+    def own_processor_s(self) -> float:
+        """Processor time beside that of this process: a thread's is part of it."""
+        return 0.0
+
+    @property
     def noticed_s(self) -> list[float]:
         """When the rates of this host were seen to change, lately."""
         return self.mesh.rates.noticed

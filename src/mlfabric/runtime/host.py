@@ -34,6 +34,15 @@ def gather(
     )
 
 
+def link_towards(address: tuple[str, int]) -> tuple[str | None, float | None]:
+    """The interface that leads there, and the bits per second it can carry; None: nobody knows."""
+    if address[0] in ("", "0.0.0.0", "::"):
+        return None, None  # all of them
+    name = _route(address)
+    found = (each for each in _interfaces(Path("/sys/class/net")) if each.name == name)
+    return name, next((each.speed_bps for each in found), None)
+
+
 def _proc(key: str) -> Path:
     return Path("/proc/sys", *key.split("."))
 

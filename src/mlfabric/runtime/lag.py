@@ -1,4 +1,4 @@
-"""What an engine's thread and the rest of a process cost each other, and where the engine should run.
+"""What an engine's thread and the rest of a process cost each other. Where it runs is decided in `placement`.
 
 A thread that has slept gets the interpreter late by the timer's slack, by what the kernel kept it waiting for
 a processor, and by what other threads held the interpreter. The kernel counts the second; the first is small;
@@ -12,32 +12,16 @@ import threading
 import time
 from pathlib import Path
 
-from mlfabric.config import Settings
-
 logger = logging.getLogger("mlfabric")
 
 # A thread that gets the interpreter so late, on average, is starved: chunks follow each other faster.
 STARVED_S = 0.002
 # So much of a processor is more than the engine may take from a step.
 SHARE = 0.05
-# From this link rate on the engine has a process of its own from the start: 2 Gb/s in payload bytes.
-FAST_BYTES_PER_S = 2.4e8
 NAP_S = 0.005
 NAPS = 20
 WATCH_NAP_S = 0.05
 WATCH_S = 5.0
-
-
-def choose_engine(settings: Settings) -> str:
-    """ "thread" or "process", where it was left to us."""
-    if settings.engine != "auto":
-        return settings.engine
-    if (
-        not settings.rates_guessed
-        and max(settings.up_bytes_per_s, settings.down_bytes_per_s) >= FAST_BYTES_PER_S
-    ):
-        return "process"
-    return "process" if mean_lag(NAPS, NAP_S) > STARVED_S else "thread"
 
 
 def mean_lag(naps: int, nap_s: float) -> float:

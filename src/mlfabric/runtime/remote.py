@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -44,6 +45,11 @@ logger = logging.getLogger("mlfabric")
 START_S = 30.0
 # How long it may take to end, besides the time it lingers.
 END_S = 5.0
+CPUCLOCK_SCHED = 2  # in the number of a process's clock, see clock_getcpuclockid(3)
+
+
+class NoProcessError(FabricError):
+    """The engine's process could not be started."""
 
 
 class RemoteEngine:
@@ -79,7 +85,7 @@ class RemoteEngine:
             self.address = self._begun.result(timeout + START_S)
         except FutureTimeout:
             self.kill()
-            raise FabricError(f"the engine's process of {self.name} did not come up in time") from None
+            raise NoProcessError(f"the engine's process of {self.name} did not come up in time") from None
         except FabricError:
             self.kill()
             raise
@@ -102,12 +108,20 @@ class RemoteEngine:
                 )
             except OSError as error:
                 ours.close()
-                raise FabricError(f"can't start the engine's process: {error.strerror}") from None
+                raise NoProcessError(f"can't start the engine's process: {error.strerror}") from None
         return Channel(ours, orders.ToApplication), process
 
     @property
     def process_id(self) -> int:
         return self._process.pid
+
+    @property
+    def own_processor_s(self) -> float:
+        """Processor time of the engine's process, which this one's does not count."""
+        try:
+            return time.clock_gettime(~self._process.pid << 3 | CPUCLOCK_SCHED)
+        except OSError:
+            return 0.0  # it has ended
 
     @property
     def traffic(self) -> Traffic:
@@ -274,7 +288,7 @@ class RemoteEngine:
             self._ended = reason
             calls, self._calls = list(self._calls.values()), {}
         if not self._begun.done():
-            self._begun.set_exception(FabricError(reason))
+            self._begun.set_exception(NoProcessError(reason))
         for answer in list(self._questions.values()):
             answer.set_result(None)
         for pending in calls:
