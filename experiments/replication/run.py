@@ -160,15 +160,16 @@ def read_replication(folder: Path) -> dict[str, Any]:
                     others += came["size_bytes"]
             elif record.type == "Note" and what["what"] == "withheld":
                 withheld += 1
-            elif record.type == "Send" and what["message"]["type"] == "AppliedReport":
+            # Where no replica is filled there is none to be near to.
+            elif record.type == "Send" and what["message"].get("replica_version") is not None:
                 divergences.append(what["message"]["divergence"])
     return {
         "replica_bytes_share": to_replicas / (to_replicas + others),
         "messages": messages,
         "with_state": with_state,
         "withheld": withheld,
-        "divergence_median": statistics.median(divergences),
-        "divergence_most": max(divergences),
+        "divergence_median": statistics.median(divergences or [0.0]),
+        "divergence_most": max(divergences, default=0.0),
     }
 
 
