@@ -74,6 +74,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     divergence_median: float
     divergence_most: float  # of all steps that counted
     busy_share: float
+    nice_share: float  # others' work of low priority
     stolen_share: float
     kill: Kill | None = None
 
@@ -130,6 +131,7 @@ def read_run(folder: Path, bound: float | None, turn: int, killed: bool, load: M
         wire_bytes_per_update=sum(b for link, b in links.items() if link.endswith(".up")) / all_committed,
         **read_replication(folder),
         busy_share=json.loads((folder / "manifest.json").read_text())["busy_share"],
+        nice_share=load.nice_share(),
         stolen_share=load.stolen_share(),
         kill=read_kill(folder, lines) if killed else None,
     )
@@ -256,7 +258,7 @@ def show(runs: list[Run]) -> None:
                 f"{_mean(mine, 'messages') / SECONDS:.1f}, {_mean(mine, 'with_state') / SECONDS:.1f}",
                 f"{_mean(mine, 'withheld'):.0f}",
                 f"{_mean(mine, 'divergence_median'):.4f}, {max(r.divergence_most for r in mine):.4f}",
-                f"{_mean(mine, 'busy_share'):.0%}",
+                f"{_mean(mine, 'busy_share'):.0%}, {_mean(mine, 'nice_share'):.0%}",
             ]
         )
     columns = [
@@ -266,7 +268,17 @@ def show(runs: list[Run]) -> None:
         "replicas' share of bytes",
         "messages a second, with state",
     ]
-    print(table([*columns, "steps withheld", "divergence, median and most", "processors busy"], rows))
+    print(
+        table(
+            [
+                *columns,
+                "steps withheld",
+                "divergence, median and most",
+                "processors busy, of it at low priority",
+            ],
+            rows,
+        )
+    )
     rows = []
     for bound, mine in kills.items():
         for kill in [run.kill for run in mine if run.kill is not None]:
@@ -318,11 +330,12 @@ def draw(runs: list[Run], path: Path) -> None:
         assert kill is not None
         right.plot([at for at, _, _ in kill.curve], [loss for _, _, loss in kill.curve], ".-", ms=2, lw=0.8,
                    label=f"bound {_name(bound)}")  # fmt: skip
-    right.axvline(KILLED_AT_S, color="#888", linewidth=0.8)
     right.set_xlim(KILLED_AT_S - 10, SECONDS)
     right.set_xlabel("s")
     right.set_ylabel("loss on images that are always the same")
-    right.legend(fontsize=8)
+    if right.lines:
+        right.legend(fontsize=8)
+    right.axvline(KILLED_AT_S, color="#888", linewidth=0.8)
     figure.savefig(path, dpi=110)
 
 

@@ -64,6 +64,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     command: str
     times: list[Times]
     busy_share: float
+    nice_share: float  # others' work of low priority
     stolen_share: float
 
     def of(self, contender: str) -> Times:
@@ -84,6 +85,7 @@ def measure(setting: str) -> Point:
         command=f"mlfabric {' '.join(words)}",
         times=msgspec.convert(json.loads(done.stdout), list[Times]),
         busy_share=load.busy_share(),
+        nice_share=load.nice_share(),
         stolen_share=load.stolen_share(),
     )
 
