@@ -61,6 +61,7 @@ from mlfabric.roles.actions import (
     SnapshotShard,
     StartTransfer,
 )
+from mlfabric.roles.replication import STATE_EVERY
 from mlfabric.roles.server import Server
 from tests.roles.feeding import (
     RULE,
@@ -501,15 +502,21 @@ def test_the_word_of_a_former_replica_does_not_count_for_the_new_one() -> None:
     assert not sent(ShardReady, late), "r1 holds nothing yet"
 
 
-def test_spare_capacity_carries_the_optimizer_state_too() -> None:
+def test_spare_capacity_carries_the_optimizer_state_too_but_not_each_time() -> None:
     role = server(divergence=0.5)
-    role.tell(slots("w0#0"))
-    applied(role, "w0#0")
-    start = one(StartTransfer, role.tell(Replicate(0, 5e5, "spare")))
-    assert start.rate_bytes_per_s == 5e5
-    assert isinstance(start.about, ReplicaPart)
-    assert start.about.with_state
-    assert not role.tell(Replicate(0, 5e5, "spare")), "one message at a time"
+    with_state, state_version = [], 0
+    for number in range(2 * STATE_EVERY):
+        role.tell(slots(f"w0#{number}", first=number, base=number))
+        applied(role, f"w0#{number}")
+        start = one(StartTransfer, role.tell(Replicate(0, 5e5, "spare")))
+        assert start.rate_bytes_per_s == 5e5
+        assert isinstance(start.about, ReplicaPart)
+        assert not role.tell(Replicate(0, 5e5, "spare")), "one message at a time"
+        with_state.append(start.about.with_state)
+        state_version = number + 1 if start.about.with_state else state_version
+        assert start.about.state_version == state_version
+        role.tell(ReplicaHas(0, 0, number + 1, state_version), "r0")
+    assert with_state == 2 * [*[False] * (STATE_EVERY - 1), True]
 
 
 def test_a_worker_that_waits_for_durability_is_answered_once_the_replica_has_it() -> None:

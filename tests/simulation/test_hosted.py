@@ -42,3 +42,17 @@ def test_equal_runs_are_equal() -> None:
     before = hosted(False)
     hosted.cache_clear()
     assert hosted(False) == before
+
+
+def test_links_of_racks_hold_updates_back() -> None:
+    settings = RunSettings("mlfabric-async", "racks-8to1", 1, StepSize(0.05, 0.9))
+    scenario = fit(scenarios.load(scenarios.find(settings.scenario)), settings)
+    seconds = 8.0
+    run = HostedRun(scenario)
+    updates = len(run.run(seconds).delays)
+    carried = [float(run.sim.carried[f"{rack.name}.up"].carried_bytes) for rack in scenario.rack_links()]
+    flat = msgspec.structs.replace(
+        scenario, racks=(), hosts=tuple(msgspec.structs.replace(host, rack=None) for host in scenario.hosts)
+    )
+    assert min(carried) > 0
+    assert updates < 0.7 * len(HostedRun(flat).run(seconds).delays)

@@ -30,7 +30,7 @@ class MachineLoad:
 
     def __init__(self) -> None:
         self._last = _times()
-        self._total = self._busy = self._stolen = 0
+        self._total = self._busy = self._stolen = self._nice = 0
 
     def update(self, *, counts: bool = True) -> None:
         """The stretch since the last call is over."""
@@ -39,6 +39,7 @@ class MachineLoad:
             self._total += self._last[0] - before[0]
             self._busy += self._last[1] - before[1]
             self._stolen += self._last[2] - before[2]
+            self._nice += self._last[3] - before[3]
 
     def busy_share(self) -> float:
         return self._busy / self._total if self._total > 0 else 0.0
@@ -47,10 +48,14 @@ class MachineLoad:
         """Of that time, what a hypervisor gave to other machines: timers are late then, links carry less."""
         return self._stolen / self._total if self._total > 0 else 0.0
 
+    def nice_share(self) -> float:
+        """Of that time, what programs of low priority had: they give way, but not at once."""
+        return self._nice / self._total if self._total > 0 else 0.0
 
-def _times() -> tuple[int, int, int]:
-    """Ticks in all, ticks not idle and ticks stolen, of all processors together."""
+
+def _times() -> tuple[int, int, int, int]:
+    """Ticks in all, not idle, stolen and of low priority, of all processors together."""
     with open("/proc/stat") as stat:
         values = [int(field) for field in stat.readline().split()[1:9]]
     idle = values[3] + values[4]
-    return sum(values), sum(values) - idle, values[7]
+    return sum(values), sum(values) - idle, values[7], values[1]

@@ -1,8 +1,8 @@
 """A server's side of replication: what its replica holds, what is on the way, who waits for it.
 
 One message at a time is under way; it carries the shard's current values, so repeating it does no harm.
-Messages sent in spare time carry the optimizer state too; those a withheld step waits for leave it out,
-unless the bound is zero, when the replica must hold everything.
+The optimizer state, as large as the weights or larger, travels with every few messages sent in spare time;
+those a withheld step waits for leave it out, unless the bound is zero, when the replica must hold everything.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from mlfabric.roles.actions import (
 )
 
 RETRY_S = 0.5
+# The bound is on the weights; the state may be older. Of so many messages in spare time one has it.
+STATE_EVERY = 4
 
 
 @dataclass(slots=True)
@@ -45,6 +47,7 @@ class ReplicaLink:
         self._state_held = -1
         self._under_way: _UnderWay | None = None
         self._sent = 0
+        self._since_state = 0  # messages that went without it
         self._waiters: dict[str, tuple[str, int]] = {}  # update -> (worker, version to reach)
         self.retry_at: float | None = None
 
@@ -99,16 +102,24 @@ class ReplicaLink:
         return actions
 
     def send(
-        self, version: int, applied: AppliedIds, reason: str, rate: float | None, ahead: bool
+        self,
+        version: int,
+        applied: AppliedIds,
+        reason: str,
+        rate: float | None,
+        ahead: bool,
+        whole: bool = False,
     ) -> list[Action]:
-        """Bring the replica to this version, unless a message is under way or it is there already."""
-        there = self._held >= version and (rate is None or self._state_held >= version)
+        """Bring the replica to this version, unless a message is under way or it is there already; `whole`:
+        with the optimizer state of that version."""
+        there = self._held >= version and (not whole or self._state_held >= version)
         if self._node is None or self._under_way is not None or (there and not ahead):
             return []
         self._sent += 1
         self.retry_at = None
-        spare = rate is not None
-        with_state = spare or not self.filled or self._bound == 0 or ahead
+        due = rate is not None and self._since_state >= STATE_EVERY - 1
+        with_state = whole or due or not self.filled or self._bound == 0 or ahead
+        self._since_state = 0 if with_state else self._since_state + 1
         transfer = f"replica.{self._shard}/{self._epoch}.{version}/{self._sent}"
         buffer = f"image/{transfer}"
         self._under_way = _UnderWay(transfer, buffer, version, with_state, ahead)

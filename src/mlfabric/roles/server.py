@@ -353,7 +353,7 @@ class Server:
         return [] if served is None else [self._tell(served), *self._serving.free_unused()]
 
     def _replicate(
-        self, reason: str, now: float, rate: float | None = None, ahead: bool = False
+        self, reason: str, now: float, rate: float | None = None, ahead: bool = False, whole: bool = False
     ) -> list[Action]:
         if not self._standing.filled:
             return []
@@ -365,7 +365,7 @@ class Server:
             for member in self._staged.members:
                 applied.add(member.update, member.floor)
             version += len(self._staged.members)
-        return self._link.send(version, applied.frozen(), reason, rate, ahead)
+        return self._link.send(version, applied.frozen(), reason, rate, ahead, whole)
 
     def _retry_replication(self, now: float) -> list[Action]:
         if not self._link.retry_due(now):
@@ -414,7 +414,7 @@ class Server:
             return []
         if self._link.has_everything(self._standing.version):
             return [self._tell(LeadYielded(self._shard, self._epoch, self._standing.version))]
-        return self._replicate("the lead moves to the replica", now, rate=MAX_RATE)
+        return self._replicate("the lead moves to the replica", now, rate=MAX_RATE, whole=True)
 
     def next_deadline(self) -> float | None:
         times = self._lineup.deadlines()

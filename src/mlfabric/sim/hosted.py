@@ -18,7 +18,6 @@ from mlfabric.scenario import RateChange, Scenario
 from mlfabric.sim.engine import Process, SimNode, Simulation
 from mlfabric.sim.reports import FlowReports
 from mlfabric.steptimes import step_factor
-from mlfabric.topology import Network
 from mlfabric.units import goodput
 
 # Members have joined and hold the model by then, as in a lab; the scenario begins.
@@ -54,7 +53,7 @@ class HostedRun:
         self._settings = settings or JobSettings(shards=0, divergence=None)
         self._elements = int(scenario.size_bytes(self._job)) // 4
         self.hosts = [link.name for link in scenario.host_links()]
-        self.sim = Simulation(Network.of(scenario.planned_network().hosts.values()), LATENCY_S)
+        self.sim = Simulation(scenario.planned_network(), LATENCY_S)
         self.result = Hosted()
         self.sim.add_scheduler("scheduler", self.hosts[0])
         for host in self.hosts:
