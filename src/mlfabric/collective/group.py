@@ -103,7 +103,7 @@ class Group:
         return f"group {self.name}" if self.name else "the group of all workers"
 
     def adopt(self, shares: Shares) -> None:
-        """Have a new plan; it is used from the first operation on that somebody announces when all have it."""
+        """Have a new plan; it is used from the first operation on that is announced when all have it."""
         if self._plans.adopt(shares):
             self._tell(pack_header(FrameKind.ADOPTED, self.number, 0, offset=shares.number))
 
