@@ -120,6 +120,24 @@ def test_flat_plans_sum_in_rank_order_so_bits_do_not_depend_on_the_plan() -> Non
         assert all(row.tobytes() == wanted.tobytes() for row in mine)
 
 
+def test_a_plan_that_comes_while_some_wait_for_a_late_rank_is_used() -> None:
+    size, elements = 3, 1000
+    wires = Wires(size, 1)
+    wires.form()
+    mine = np.ones((size, elements))
+    for rank in (0, 1):
+        wires.post(wires.names[rank], reduce_of(mine[rank], rank, size))
+    wires.run()
+    for name in wires.names:
+        wires.boards[name].groups[1].adopt(Shares(1, (0.0, 0.0, 1.0), (0.0, 0.0, 1.0)))
+    wires.run()
+    wires.post("n2", reduce_of(mine[2], 2, size))
+    wires.run()
+    assert (mine == 3).all()
+    assert wires.link_bytes["n0", "n2"] > mine[0].nbytes
+    assert wires.link_bytes["n0", "n1"] < mine[0].nbytes / 2, "announcements, and the first rounds' nothing"
+
+
 @given(seed=seeds, steps=st.integers(0, 400))
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_a_lost_rank_is_an_error_everywhere_and_never_a_wrong_sum(seed: int, steps: int) -> None:

@@ -43,3 +43,12 @@ def test_the_same_rates_again_are_no_news() -> None:
     assert view.learn("n0", RatesLearned(10.0, 4.0), 0.0)
     assert not view.learn("n0", RatesLearned(10.0, 4.0), 0.0)
     assert not view.learn("stranger", RatesLearned(10.0, 4.0), 0.0)
+
+
+def test_a_direction_not_said_again_follows_the_one_that_was() -> None:
+    view = view_of("a")
+    view.learn("n0", RatesLearned(8.0, 8.0), 0.0)
+    view.learn("n0", RatesLearned(2.0, None), 5.0)
+    assert rates(view)["a"] == (2.0, 2.0)
+    view.learn("n0", RatesLearned(8.0, None), 10.0)
+    assert rates(view)["a"] == (8.0, 8.0)

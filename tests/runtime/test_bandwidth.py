@@ -130,6 +130,25 @@ def test_small_differences_are_not_told() -> None:
     assert math.isnan(host.send(1.0, 1.03 * FAST, backlogged=7)), "it was told"
 
 
+def test_a_direction_that_was_not_seen_of_late_is_not_told_again() -> None:
+    host = Host()
+    host.receive(1.0, SLOW, pressing=6)
+    assert host.rates.news(host.now) == (None, pytest.approx(SLOW, rel=0.01))
+    host.receive(0.1, SLOW, pressing=0)
+    host.rates.news(host.now)
+    host.send(0.4, FAST, backlogged=7)
+    assert host.rates.news(host.now) is None, "it was told on the way"
+    host.rates.up.rate = 2 * FAST
+    assert host.rates.news(host.now) == (2 * FAST, None)
+
+
+def test_what_a_link_carries_it_can_carry() -> None:
+    host = Host()
+    host.send(1.0, SLOW, backlogged=7)
+    host.send(0.3, FAST, backlogged=1)
+    assert host.rates.up.rate == pytest.approx(FAST, rel=0.01)
+
+
 def test_a_starved_process_blames_no_link() -> None:
     """Bytes wait at both looks, but in between the kernel had nothing to send."""
     host = Host()

@@ -34,6 +34,7 @@ class FrameKind(IntEnum):
     ACCEPT = 7  # the receiver of an offered message has a place for it
     MESSAGE = 8  # the bytes of an accepted message, or a small one unasked
     LEFT = 9  # the sender is in the group no more; all it had to send came before
+    ADOPTED = 10  # the sender holds a plan, whose number is in the place of the offset
 
 
 class FrameHeader(NamedTuple):
@@ -62,9 +63,10 @@ class Announcement(msgspec.Struct, frozen=True, array_like=True):
     combine: str
     root: int
     elements: tuple[int, ...]  # by block
-    plan: int = 0
+    plan: int = 0  # the newest that the rank holds
     sizes: Sizes = Sizes.SAME
     mistake: str = ""  # why this call can't be carried out; all is well if everybody made the same one
+    common: int = 0  # the newest plan that the rank knows all to hold
 
     def describe(self) -> str:
         if not self.dtype:
@@ -104,6 +106,7 @@ _LONGEST: Final = dict.fromkeys(FrameKind, MAX_CHUNK_BYTES) | {
     FrameKind.OFFER: 0,
     FrameKind.ACCEPT: 0,
     FrameKind.LEFT: 0,
+    FrameKind.ADOPTED: 0,
 }
 
 

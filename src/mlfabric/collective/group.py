@@ -1,14 +1,14 @@
 """A group of members: its operations in the order they were called, in step on all ranks.
 
 Every rank announces an operation to all others when it comes to it. From the announcements each rank knows
-who is missing, whether all mean the same, and the newest plan that everybody has: that one is used. So plans
-may change between any two operations without a word to the scheduler, and a rank that disagrees is an error
-everywhere, not a hang.
+who is missing, whether all mean the same, and the newest plan that everybody has (`collective.standing`):
+that one is used. So plans may change between any two operations without a word to the scheduler, and a rank
+that disagrees is an error everywhere, not a hang.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import msgspec
@@ -27,6 +27,7 @@ from mlfabric.collective.mailbox import ANY_SOURCE, Mailbox
 from mlfabric.collective.operations import EAGER_BYTES, Operation, window_for
 from mlfabric.collective.routes import Shares, equal_shares
 from mlfabric.collective.staging import Staging
+from mlfabric.collective.standing import StandingPlans
 from mlfabric.wire import WireError
 
 # Eager operations that may begin before the slowest rank has come to the first of them.
@@ -51,7 +52,7 @@ class Running:
     operation: Operation
     done: Done
     announced: dict[int, Announcement]
-    plan: int  # the newest that we had
+    mine: Announcement  # as the others got it
     early: list[tuple[int, FrameHeader, memoryview]] = field(default_factory=list)
     exchange: Exchange | None = None
     age: int = 0  # among all operations of the node, once it has its place
@@ -84,7 +85,7 @@ class Group:
         self._waiting: Lanes[Done] = Lanes()
         self._ahead: dict[int, Ahead] = {}
         self._ahead_bytes = 0
-        self._plans: dict[int, Shares] = {0: equal_shares(len(nodes))}
+        self._plans = StandingPlans(len(nodes), rank)
         self._came = [0] * len(nodes)  # the first operation that each has not come to
         self._gone: dict[int, str] = {}  # who is gone, and how
         self._left: set[int] = set()  # those of them who left in order
@@ -102,8 +103,12 @@ class Group:
         return f"group {self.name}" if self.name else "the group of all workers"
 
     def adopt(self, shares: Shares) -> None:
-        """Have a new plan; it is used from the first operation that everybody announces it for."""
-        self._plans[shares.number] = shares
+        """Have a new plan; it is used from the first operation on that is announced when all have it."""
+        if self._plans.adopt(shares):
+            self._tell(pack_header(FrameKind.ADOPTED, self.number, 0, offset=shares.number))
+
+    def adopted(self, rank: int, plan: int) -> None:
+        self._plans.heard(rank, plan)
 
     # --- calls ------------------------------------------------------------------------------------------
 
@@ -139,23 +144,24 @@ class Group:
     def _start(self, sequence: int, operation: Operation, done: Done) -> None:
         ahead = self._ahead.pop(sequence, None) or Ahead()
         self._ahead_bytes -= sum(len(payload) for _, _, payload in ahead.frames)
-        newest = max(self._plans)
         mine = operation.announcement
-        if newest:
-            mine = msgspec.structs.replace(mine, plan=newest)
-        running = Running(sequence, operation, done, ahead.announced, newest, ahead.frames)
+        if self._plans.newest:
+            mine = msgspec.structs.replace(mine, plan=self._plans.newest, common=self._plans.common)
+        running = Running(sequence, operation, done, ahead.announced, mine, ahead.frames)
         self.running[sequence] = running
         self.changed = True
         body = encode_announcement(mine)
-        frame = pack_header(FrameKind.ANNOUNCE, self.number, sequence, length=len(body)) + body
-        for rank in range(self.size):
-            if rank != self.rank:
-                self._urgent(rank, frame)
+        self._tell(pack_header(FrameKind.ANNOUNCE, self.number, sequence, length=len(body)) + body)
         for rank, theirs in ahead.announced.items():
             self._compare(running, rank, theirs)
         eager = operation.eager and sequence - self._slowest() < EAGER_AHEAD
         if self.broken is None and (eager or self._all_came(running)):
             self._begin(running)
+
+    def _tell(self, frame: bytes, without: Collection[int] = ()) -> None:
+        for rank in range(self.size):
+            if rank != self.rank and rank not in without:
+                self._urgent(rank, frame)
 
     def _slowest(self) -> int:
         """The first operation that somebody else has not come to."""
@@ -167,11 +173,7 @@ class Group:
     def _begin(self, running: Running) -> None:
         """Everybody is here, or need not be: let the chunks flow."""
         operation = running.operation
-        used = 0
-        if not operation.eager:
-            used = min([running.plan, *(each.plan for each in running.announced.values())])
-            self._forget_plans(used)
-        shares = self._plans[used] if not operation.eager else equal_shares(self.size)
+        shares = equal_shares(self.size) if operation.eager else self._plan_for(running)
         buffers = operation.buffers
         if operation.prepare is not None:
             everybody = {**running.announced, self.rank: operation.announcement}
@@ -197,15 +199,10 @@ class Group:
                 return
         self._look(running)
 
-    def _forget_plans(self, used: int) -> None:
-        """Drop plans that no operation will use: what was announced before may still be about to begin."""
-        still = [each.plan for ahead in self._ahead.values() for each in ahead.announced.values()]
-        for running in self.running.values():
-            if running.exchange is None:
-                still += [running.plan, *(each.plan for each in running.announced.values())]
-        oldest = min([used, *still])
-        for number in [number for number in self._plans if number < oldest]:
-            del self._plans[number]
+    def _plan_for(self, running: Running) -> Shares:
+        others = (each for each in self.running.values() if each.exchange is None and each is not running)
+        announced = [running.mine, *running.announced.values()]
+        return self._plans.choose(announced, [each.mine.plan for each in others])
 
     def _take(
         self, running: Running, exchange: Exchange, rank: int, header: FrameHeader, payload: memoryview
@@ -255,6 +252,7 @@ class Group:
     def announced(self, rank: int, sequence: int, theirs: Announcement) -> None:
         running = self.running.get(sequence)
         self._came[rank] = max(self._came[rank], sequence + 1)
+        self._plans.heard(rank, theirs.plan, theirs.common)
         if running is None:
             if self.broken is None and self._is_ahead(sequence):
                 self._ahead.setdefault(sequence, Ahead()).announced[rank] = theirs
@@ -312,9 +310,7 @@ class Group:
 
     def farewell(self) -> None:
         """Tell all others that we leave."""
-        for rank in range(self.size):
-            if rank != self.rank and rank not in self._gone:
-                self._urgent(rank, pack_header(FrameKind.LEFT, self.number, 0))
+        self._tell(pack_header(FrameKind.LEFT, self.number, 0), without=self._gone)
 
     def fail(self, reason: str, tell: bool = True) -> None:
         """No operation of this group can be trusted any more: end all with the reason."""
@@ -323,10 +319,7 @@ class Group:
         self.broken = reason
         if tell:
             said = reason.encode()[:4096]
-            frame = pack_header(FrameKind.FAILED, self.number, 0, length=len(said)) + said
-            for rank in range(self.size):
-                if rank != self.rank:
-                    self._urgent(rank, frame)
+            self._tell(pack_header(FrameKind.FAILED, self.number, 0, length=len(said)) + said)
         ended = [running.done for running in self.running.values()]
         ended += self._waiting.clear()
         self.running.clear()

@@ -251,6 +251,8 @@ class Switchboard:
                     group.mailbox.received(rank, header, payload)
             case FrameKind.ANNOUNCE:
                 group.announced(rank, header.sequence, decode_announcement(payload))
+            case FrameKind.ADOPTED:
+                group.adopted(rank, header.offset)
             case FrameKind.LEFT:
                 group.lost(rank, "", orderly=True)
             case FrameKind.FAILED:

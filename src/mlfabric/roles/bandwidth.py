@@ -47,10 +47,11 @@ class BandwidthView:
         before = self._learned.get(node, (None, None))
         self._learned[node] = (up or before[0], down or before[1])
         host = self._members[node].host
+        # What is not said again may have changed since: only what is new counts as seen now.
         news = [
             self._beliefs.learn(host, way, rate, now)
-            for way, rate in zip(WAYS, self._learned_of(host), strict=True)
-            if rate is not None
+            for way, rate, said in zip(WAYS, self._learned_of(host), (up, down), strict=True)
+            if rate is not None and said is not None
         ]
         return any(news)
 

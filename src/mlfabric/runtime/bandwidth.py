@@ -30,13 +30,17 @@ BEGINNING_S = 0.02
 # A fall to less than half takes one sample less to believe: the sooner, the less goes the wrong way.
 SOON_SAMPLES = 3
 FALL_SAMPLES = 2
+RAISE_SAMPLES = 2
 STEADY_SAMPLES = 20
 JUMP = 0.25
 FALL = 0.5
 # A sender whose uplink carries less than this share of what it can is not held back by its uplink.
 UPLINK_FREE = 0.75
-# What a peer said of us holds this long; a slow link brings its next word late.
+# What a peer said of us holds this long, as long as more of the same bytes come; a slow link brings its next
+# word late.
 PRESSED_S = 0.3
+# What was seen longer ago is not told with what is seen now: the link may have changed.
+FRESH_S = 0.25
 # A host's downlink is to blame only if so many of its peers say so: plans are made for the slowest.
 NEARLY_ALL = 0.7
 # Differences below this are not worth telling.
@@ -51,7 +55,7 @@ class FlowState:
     received_bytes: int
     waiting_bytes: int  # to be sent
     busy_us: int  # so long has it had bytes to send, all its life
-    pressed_by_peer: bool = False  # the peer says that we hold its bytes back
+    pressed_by_peer: bool = False  # the peer says that we hold its bytes back, and more of them are coming
     far: bool = False  # it leads into another rack
 
 
@@ -60,11 +64,15 @@ class RateMeter:
 
     def __init__(self) -> None:
         self.rate: float | None = None  # bytes per second, once seen
+        self.seen_at = float("-inf")
         self._since: float | None = None  # the link has been the limit from here on
         self._sample: tuple[float, int] | None = None
         self._samples: deque[float] = deque(maxlen=STEADY_SAMPLES)
+        self._passed: tuple[float, int] | None = None
+        self._passing: deque[float] = deque(maxlen=RAISE_SAMPLES)
 
     def look(self, now: float, carried_bytes: int, limiting: bool) -> None:
+        self._raise(now, carried_bytes)
         if not limiting:
             self._since = self._sample = None
             return
@@ -79,7 +87,23 @@ class RateMeter:
             return
         self._sample = (now, carried_bytes)
         self._samples.append((carried_bytes - before) / (now - began))
+        self.seen_at = now
         self._weigh()
+
+    def _raise(self, now: float, carried_bytes: int) -> None:
+        """What a link carries it can carry, whatever holds the bytes back."""
+        if self._passed is None:
+            self._passed = (now, carried_bytes)
+        began, before = self._passed
+        if now - began < SAMPLE_S:
+            return
+        self._passed = (now, carried_bytes)
+        self._passing.append((carried_bytes - before) / (now - began))
+        carried = min(self._passing)
+        enough = len(self._passing) == RAISE_SAMPLES
+        if enough and self.rate is not None and carried > (1 + JUMP) * self.rate:
+            self.seen_at = now
+            self._jump(carried)
 
     def _weigh(self) -> None:
         samples = list(self._samples)
@@ -97,7 +121,7 @@ class RateMeter:
 
     def _jump(self, rate: float) -> None:
         self.rate = rate
-        self._samples = deque([self._samples[-1]], maxlen=STEADY_SAMPLES)
+        self._samples = deque([rate], maxlen=STEADY_SAMPLES)
 
 
 class HostRates:
@@ -150,13 +174,15 @@ class HostRates:
         return (acked - self._last[1]) / (now - self._last[0]) < UPLINK_FREE * self.up.rate
 
     def news(self, now: float) -> tuple[float | None, float | None] | None:
-        """The rates, if they differ from what was told last; None stands for a rate never seen."""
-        current = (self.up.rate, self.down.rate)
+        """The rates, if they differ from what was told last; None stands for one not seen of late."""
+        meters = (self.up, self.down)
+        current = tuple(meter.rate if now - meter.seen_at <= FRESH_S else None for meter in meters)
         if not any(_differs(new, old) for new, old in zip(current, self._told, strict=True)):
             return None
-        self._told = current
+        up, down = (new or old for new, old in zip(current, self._told, strict=True))
+        self._told = (up, down)
         self.noticed = [*self.noticed[-99:], now]
-        return current
+        return current[0], current[1]
 
 
 def _differs(new: float | None, old: float | None) -> bool:

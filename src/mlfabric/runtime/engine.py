@@ -184,6 +184,7 @@ class Engine:
 
     def adopt_shares(self, shares: SharesPlanned) -> None:
         self.mesh.board.adopt(shares)
+        self.mesh.flush()
 
     def _request_group(self, name: str, nodes: tuple[str, ...]) -> None:
         self.node.post("participant", GroupRequested(name, nodes))

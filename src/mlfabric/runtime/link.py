@@ -146,7 +146,9 @@ class Link:
         """What the kernel knows of this link."""
         info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 176)
         acked, received, waiting, busy = _TCP_INFO.unpack_from(info, _ACKED_AT)
-        return FlowState(acked, received, waiting, busy, self.pressed_until > now, far)
+        # Once its last chunk is here, how fast bytes come says nothing of us.
+        pressed = self.pressed_until > now and self._header is not None
+        return FlowState(acked, received, waiting, busy, pressed, far)
 
     # --- receiving --------------------------------------------------------------------------------------
 

@@ -596,6 +596,7 @@ class SimNode:
 
     def adopt_shares(self, shares: SharesPlanned) -> None:
         self.board.adopt(shares)
+        self._call(lambda: None)
 
     def observe(self, message: Members | HeartbeatSeen | NodeLost) -> None:
         if isinstance(message, NodeLost) and message.reason != LEFT:
