@@ -17,10 +17,12 @@ from mlfabric.runtime.host import gather
 GOOD = Facts(
     sysctls={
         "net.ipv4.tcp_slow_start_after_idle": "0",
-        "net.ipv4.tcp_congestion_control": "cubic",
+        "net.ipv4.tcp_available_congestion_control": "reno bbr cubic",
+        "net.ipv4.tcp_allowed_congestion_control": "reno cubic",
         "net.ipv4.tcp_rmem": "4096 131072 67108864",
         "net.ipv4.tcp_wmem": "4096 16384 67108864",
     },
+    congestion="cubic",
     interfaces=(Interface("eth0", 10e9, 9000),),
     route="eth0",
     round_trip_s=0.001,
@@ -49,7 +51,11 @@ def sysctl(**values: str) -> dict[str, str]:
     ("facts", "what", "advice"),
     [
         ({"sysctls": sysctl(tcp_slow_start_after_idle="1")}, "slow start after idle", "after_idle=0"),
-        ({"sysctls": sysctl(tcp_congestion_control="reno")}, "congestion control", "cubic"),
+        (
+            {"congestion": "bbr", "sysctls": sysctl(tcp_allowed_congestion_control="reno bbr")},
+            "congestion control",
+            'allowed_congestion_control="reno bbr cubic"',
+        ),
         ({"sysctls": sysctl(tcp_rmem="4096 131072 1000000")}, "receive buffers", '"4096 131072 3145728"'),
         ({"sysctls": sysctl(tcp_wmem="4096 16384 1000000")}, "send buffers", '"4096 16384 3145728"'),
         ({"interfaces": (Interface("eth0", 10e9, 1500),)}, "MTU", "mtu 9000"),
@@ -69,9 +75,28 @@ def test_what_costs_speed_is_named_with_what_to_set_and_what_it_gains(
 
 def test_what_could_not_be_found_out_is_not_judged() -> None:
     bare = msgspec.structs.replace(
-        GOOD, sysctls={}, interfaces=(), route=None, clock_offset_s=None, round_trip_s=None, members=None
+        GOOD,
+        sysctls={},
+        congestion=None,
+        interfaces=(),
+        route=None,
+        clock_offset_s=None,
+        round_trip_s=None,
+        members=None,
     )
     assert {finding.what for finding in examine(bare)} == {"interface", "open files", "cores"}
+
+
+def test_a_control_that_the_kernel_lacks_has_to_be_loaded_first() -> None:
+    without = sysctl(tcp_available_congestion_control="reno", tcp_allowed_congestion_control="reno")
+    finding = next(f for f in changed(congestion="reno", sysctls=without) if f.what == "congestion control")
+    assert finding.advice.startswith("modprobe tcp_cubic; sysctl")
+
+
+def test_slow_start_after_idle_matters_by_what_our_sockets_use_not_by_the_systems_default() -> None:
+    idle = sysctl(tcp_slow_start_after_idle="1")
+    assert any(f.what == "slow start after idle" for f in changed(sysctls=idle, congestion="cubic"))
+    assert not any(f.what == "slow start after idle" for f in changed(sysctls=idle, congestion="bbr"))
 
 
 def test_jumbo_frames_gain_what_the_headers_cost() -> None:

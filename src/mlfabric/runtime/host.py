@@ -10,6 +10,7 @@ import struct
 from pathlib import Path
 
 from mlfabric.doctor import SYSCTLS, Facts, Interface
+from mlfabric.runtime.pacing import share_evenly
 
 SIOCGIFADDR = 0x8915  # see netdevice(7)
 
@@ -23,6 +24,7 @@ def gather(
     """The facts of this host; what only a scheduler can tell comes from whoever asked it."""
     return Facts(
         sysctls={key: value for key in SYSCTLS if (value := _read(_proc(key))) is not None},
+        congestion=_congestion(),
         interfaces=_interfaces(Path("/sys/class/net")),
         route=_route(scheduler) if scheduler is not None else None,
         round_trip_s=round_trip_s,
@@ -41,6 +43,16 @@ def link_towards(address: tuple[str, int]) -> tuple[str | None, float | None]:
     name = _route(address)
     found = (each for each in _interfaces(Path("/sys/class/net")) if each.name == name)
     return name, next((each.speed_bps for each in found), None)
+
+
+def _congestion() -> str | None:
+    """Of a socket that is prepared as those for bulk data are; who may not choose gets the system's."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+            share_evenly(sock)
+            return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+    except OSError:
+        return None
 
 
 def _proc(key: str) -> Path:
