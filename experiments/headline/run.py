@@ -18,7 +18,7 @@ import torch
 
 from mlfabric import scenario as scenarios
 from mlfabric.bench.train.judging import Curve, reached
-from mlfabric.bench.train.settings import DEFAULT_RATE, RunSettings, StepSize, fit
+from mlfabric.bench.train.settings import DEFAULT_BATCH, DEFAULT_RATE, RunSettings, StepSize, fit
 from mlfabric.bench.train.task import (
     Batches,
     Fashion,
@@ -36,7 +36,6 @@ from mlfabric.sim.hosted import HostedRun
 from mlfabric.sim.results import simulate_jobs
 
 SCENARIO = "dynamic-stragglers"
-BATCH = 32
 ROUNDS = "rounds-"  # our own roles: a step is the mean of the first so many gradients
 TARGETS = (0.80, 0.85, 0.87, 0.89)
 
@@ -103,7 +102,9 @@ def has_diverged(curve: Curve) -> bool:
 class Follower:
     """Training that applies real gradients as a schedule says."""
 
-    def __init__(self, data: Fashion, seed: int, images: int, look_every: int, batch: int = BATCH) -> None:
+    def __init__(
+        self, data: Fashion, seed: int, images: int, look_every: int, batch: int = DEFAULT_BATCH
+    ) -> None:
         self._data, self._seed, self._images, self._look_every = data, seed, images, look_every
         self._batch = batch
         self._module = make_model(seed)
@@ -164,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=500.0)
     parser.add_argument("--scenario", default=SCENARIO)
     parser.add_argument("--rate", default=DEFAULT_RATE, help="of the fastest link")
-    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--batch", type=int, default=DEFAULT_BATCH)
     parser.add_argument(
         "--max-delay", type=int, help="of the asynchronous policies; else as the scenario says"
     )

@@ -20,9 +20,9 @@ from pathlib import Path
 import msgspec
 import torch
 
-from experiments.headline.run import BATCH, SCENARIO, Applied, Follower, Where, schedule
+from experiments.headline.run import SCENARIO, Applied, Follower, Where, schedule
 from mlfabric.bench.train.judging import Curve, reached
-from mlfabric.bench.train.settings import DEFAULT_RATE, REACHED_IN_A_ROW, StepSize
+from mlfabric.bench.train.settings import DEFAULT_BATCH, DEFAULT_RATE, REACHED_IN_A_ROW, StepSize
 from mlfabric.bench.train.task import Fashion, find_data
 from mlfabric.bench.train.tuning import (
     FIRST_TUNING_SEED,
@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--target", type=float, default=0.85)
     parser.add_argument("--scenario", default=SCENARIO)
     parser.add_argument("--rate", default=DEFAULT_RATE, help="of the fastest link")
-    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--batch", type=int, default=DEFAULT_BATCH)
     parser.add_argument("--look-every", type=int, default=30, help="gradients")
     parser.add_argument("--data", type=Path)
     parser.add_argument(

@@ -27,7 +27,7 @@ from mlfabric.bench.train.entries import find_entry
 from mlfabric.bench.train.judging import Curve, RunResult, mean_delay
 from mlfabric.bench.train.plots import draw
 from mlfabric.bench.train.running import RESULT, make_run, read_run
-from mlfabric.bench.train.settings import DEFAULT_RATE, RunSettings
+from mlfabric.bench.train.settings import DEFAULT_BATCH, DEFAULT_RATE, RunSettings
 from mlfabric.bench.train.task import find_data
 from mlfabric.bench.train.tuning import read_tuned
 from mlfabric.errors import FabricError
@@ -44,7 +44,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     targets: tuple[float, ...]
     limit: str
     rate: str = DEFAULT_RATE
-    batch: int = 32
+    batch: int = DEFAULT_BATCH
     workers: int = 8
     tuned: str | None = None  # a file beside the settings
 

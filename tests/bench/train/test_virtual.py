@@ -48,6 +48,6 @@ def test_only_the_asynchronous_ones_have_delays(found: dict[str, Any]) -> None:
 
 
 def test_steps_take_what_the_scenario_says(found: dict[str, Any]) -> None:
-    """Alone, a step is its computing: 1.75 transfers of 5.07 MB at 500 Mb/s, with a jitter of a tenth."""
+    """Alone, a step is its computing: 1.75 transfers of 5.08 MB at 500 Mb/s, with a jitter of a tenth."""
     alone = found["alone"]
     assert alone["updates"] == pytest.approx(12 / 0.1485, rel=0.1)

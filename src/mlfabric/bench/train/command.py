@@ -16,7 +16,7 @@ import typer
 from mlfabric.bench.train import campaign, tuning
 from mlfabric.bench.train.entries import ENTRIES, QUICK, find_entry
 from mlfabric.bench.train.judging import RunResult
-from mlfabric.bench.train.settings import DEFAULT_RATE, RunSettings
+from mlfabric.bench.train.settings import DEFAULT_BATCH, DEFAULT_RATE, RunSettings
 from mlfabric.commands.output import console, print_json
 from mlfabric.errors import FabricError
 from mlfabric.scenario import find as find_scenario
@@ -42,7 +42,7 @@ def command(
         float, typer.Option(help="Nominal compute time of a step, in times a transfer of the model takes.")
     ] = 1.75,
     workers: Annotated[int, typer.Option(help="Hosts, each with a worker.")] = 8,
-    batch: Annotated[int, typer.Option(help="Images per step of a worker.")] = 32,
+    batch: Annotated[int, typer.Option(help="Images per step of a worker.")] = DEFAULT_BATCH,
     tune: Annotated[
         bool, typer.Option("--tune", help="Search each contender's step size instead, on other seeds.")
     ] = False,

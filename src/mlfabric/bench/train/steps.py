@@ -2,11 +2,10 @@
 
 A step begins, computes its gradient and sleeps out the rest. Where gradients are sent while they are computed
 it sleeps first, as long as its gradient will leave, and computes then: they are found when the step's time is
-nearly over, as they would be if computing had taken all of it. It begins a tenth of the step sooner than the
-slowest of its last gradients would need: eight workers share the processors, and some find them taken. What
-that gives away is little: had computing taken all of the step, the large layer's gradient would have been
-there an eighth of it before the end. A step overran if its gradient was there later than its time and a
-twentieth. The clock is given, so that tests can turn it.
+nearly over, as they would be if computing had taken all of it. It begins a fifth of the step sooner than the
+slowest of its last gradients would need: had computing taken all of the step, the large layer's gradient,
+nearly all there is to send, would have been there a fifth of it before the end. A step overran if its
+gradient was there later than its time and a twentieth. The clock is given, so that tests can turn it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ TOLERANCE: Final = 0.05
 LOOK_BACK: Final = 32
 FIRST_GUESS_S: Final = 0.04
 # Sooner than these say, in parts of the step.
-RESERVE: Final = 0.1
+RESERVE: Final = 0.2
 
 
 class StepClock:

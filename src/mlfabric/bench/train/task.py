@@ -1,7 +1,8 @@
 """What is trained: a small convolutional network on Fashion-MNIST, with the batches every contender sees.
 
-The model has 1.27 million parameters, most of them in one layer, so that a gradient is 5 MB and yet takes ten
-milliseconds of one processor: eight workers share two of them.
+The model has 1.27 million parameters, most of them in one layer, so that a gradient is 5 MB and yet takes six
+milliseconds of one processor: eight workers share two of them. It is normalised by image, never by batch: no
+statistics travel, and steps may be as large as the noise of the gradients allows.
 """
 
 from __future__ import annotations
@@ -48,12 +49,17 @@ def make_model(seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(
-            nn.Conv2d(1, 16, 5, stride=2, padding=2),
+            nn.Conv2d(1, 16, 3, padding=1),
+            nn.MaxPool2d(2),
+            nn.GroupNorm(4, 16),
             nn.ReLU(),
-            nn.Conv2d(16, 32, 3, stride=2, padding=1),
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.MaxPool2d(2),
+            nn.GroupNorm(4, 32),
             nn.ReLU(),
             nn.Flatten(),
             nn.Linear(1568, 800),
+            nn.LayerNorm(800),
             nn.ReLU(),
             nn.Linear(800, 10),
         )
