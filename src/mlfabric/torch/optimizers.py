@@ -34,6 +34,16 @@ _NEUTRAL: Mapping[str, Any] = {
 }
 
 
+def load_stepping() -> None:
+    """Load what PyTorch loads at a process's first step of any optimizer: its compiler, for seconds.
+
+    Whoever steps together would wait for the last one to be through with it.
+    """
+    scratch = torch.nn.Parameter(torch.zeros(1))
+    scratch.grad = torch.zeros(1)
+    torch.optim.SGD([scratch], lr=0.0).step()
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Elements of the flat model and the settings they are stepped by."""

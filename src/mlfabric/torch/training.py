@@ -29,6 +29,7 @@ from mlfabric.torch.optimizers import (
     OptimizerWish,
     ReadOptimizer,
     group_settings,
+    load_stepping,
     make_optimizer,
     read_optimizer,
 )
@@ -69,6 +70,8 @@ class Training:
         check_fits(wishes, workers, self._flat.averaged)
         served = wishes.mode in ("async", "ssp", "backup")
         inner = make_optimizer(optimizer, self._flat.parameters)
+        if not served:
+            load_stepping()
         if resume is not None:
             load_plain(resume, model, inner)
         self._read: ReadOptimizer | None = read_optimizer(inner, self._flat.parameters) if served else None

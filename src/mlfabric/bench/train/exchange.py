@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from mlfabric.bench.train.settings import StepSize
+from mlfabric.torch.optimizers import load_stepping
 
 WARM_UP_PASSES: Final = 3
 
@@ -40,7 +41,8 @@ class Exchange(Protocol):
 
 
 def warm_up_alone(model: Any, backward: Callable[[], None]) -> None:
-    """A model's first passes cost several times a later one."""
+    """A model's first passes cost several times a later one, and an optimizer's first step seconds."""
+    load_stepping()
     for _ in range(WARM_UP_PASSES):
         backward()
         model.zero_grad()
