@@ -186,6 +186,11 @@ class Engine:
         self.mesh.board.adopt(shares)
         self.mesh.flush()
 
+    def probe_links(self, peers: tuple[str, ...]) -> None:
+        probe = getattr(self.mesh, "probe", None)
+        if probe is not None:
+            probe(peers)
+
     def _request_group(self, name: str, nodes: tuple[str, ...]) -> None:
         self.node.post("participant", GroupRequested(name, nodes))
 

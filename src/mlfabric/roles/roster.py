@@ -1,0 +1,288 @@
+"""Who takes part in the next step, where steps are all-reduces among the workers that are fast now.
+
+The scheduler calls every step. Workers with a slow link are left out until it is faster; those that merely
+take long to compute get the sum without giving to it, so that they hold nobody up and still have the model.
+Whoever was left out comes back as a joiner: it gets model and optimizer state beside the sum.
+
+The step that is due is the one that the worker furthest on holds the model of; whoever holds that is current.
+So if all that had a sum are gone, the step is made again by those who are left, and no step ever has two
+sums. The next step is called when the last one has ended wherever it was called, well or not.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Final
+
+from mlfabric.messages import StepBroken, StepCalled, StepEnded, StepReady, StepsOver, StepsWithout
+from mlfabric.plan.allreduce import Participation, choose_participants
+from mlfabric.roles.actions import Action, Note, Send
+from mlfabric.topology import Network
+
+# A step of so many gradients is worth half of one by all gradients there are: averaging more of them makes a
+# step less noisy, but not longer. From 1 to 8 gradients a step gains a factor of 3.3 by this.
+HALF_WORTH: Final = 4.0
+# Whoever has computed for so many times its usual time straggles, and is not waited for.
+OVERDUE: Final = 1.3
+# News of a gradient may take so long.
+GRACE_S: Final = 0.005
+# Others take part instead only if steps are worth more by this factor.
+WORTH_CHANGING: Final = 1.1
+# Sums that may wait at a worker that is busy; then it gets no more and joins again when it is back.
+MOST_QUEUED: Final = 8
+# A worker's usual time to compute is the median of so many.
+TIMES_KEPT: Final = 9
+# After a succession workers have so long to say where they stand.
+SETTLE_S: Final = 3.0
+# Groups that are kept, by who is in them; workers keep as many.
+GROUPS_KEPT: Final = 8
+
+
+@dataclass(slots=True)
+class _Worker:
+    """What a worker said, and what has ended at it since."""
+
+    holds: int = -1
+    applied: int = -1
+    base: int | None = None
+    until: int = -1
+    waits: bool = True
+    size_bytes: int = 0
+    since: float | None = None  # when it began to compute
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=TIMES_KEPT))
+    told_without: tuple[str, ...] = ()
+    looks_on: bool = False  # it gives nothing: nobody waits for it
+
+    def gives(self, step: int) -> bool:
+        return self.base is not None and step <= self.until
+
+
+class StepRoster:
+    """Of one job. `look_at` is when to look again, if nothing happens before."""
+
+    def __init__(self, term: int, now: float) -> None:
+        self._term = term
+        self._settle_at = now + SETTLE_S
+        self._settled = False
+        self._workers: dict[str, _Worker] = {}
+        self._call: StepCalled | None = None
+        self._running: dict[str, str] = {}  # who is still at the step that was called last, and its group
+        self._broken = False  # it failed, and those who are still at it know
+        self._chosen: frozenset[str] = frozenset()
+        self._groups: dict[tuple[str, ...], str] = {}  # names, by members; the last used last
+        self._count = 0
+        self.look_at: float | None = None
+
+    @property
+    def step(self) -> int:
+        """The one that is due."""
+        return max((worker.holds for worker in self._workers.values()), default=-1)
+
+    @property
+    def current(self) -> list[str]:
+        step = self.step
+        return sorted(name for name, worker in self._workers.items() if worker.holds == step)
+
+    # --- what workers say -------------------------------------------------------------------------------
+
+    def heard(self, node: str, message: StepReady | StepEnded | StepsOver, now: float) -> list[Action]:
+        match message:
+            case StepReady():
+                self._stands(node, message, now)
+            case StepEnded(step=step, error=error):
+                return self._ended(node, step, error)
+            case StepsOver():
+                self._workers.pop(node, None)
+        return []
+
+    def _stands(self, node: str, ready: StepReady, now: float) -> None:
+        worker = self._workers.setdefault(node, _Worker())
+        worker.holds, worker.applied = ready.holds, ready.applied
+        worker.base, worker.until, worker.waits = ready.base, ready.until, ready.waits
+        worker.size_bytes = ready.size_bytes
+        worker.looks_on = ready.waits and ready.base is None
+        worker.since = None if ready.waits else now
+        if ready.computed_s is not None:
+            worker.times.append(ready.computed_s)
+        if ready.running is not None:
+            self._running[node] = ready.running
+
+    def _ended(self, node: str, step: int, error: str | None) -> list[Action]:
+        call, worker = self._call, self._workers.get(node)
+        self._running.pop(node, None)
+        if error is not None:
+            return self._break(step, f"{node}: {error}")
+        if worker is None:
+            return []
+        worker.holds = step + 1
+        if call is not None and call.step == step and node in call.joiners:
+            worker.applied = step
+        if worker.waits:
+            worker.applied = step + 1
+        contributed = call is None or node in call.contributors
+        if worker.base is not None and worker.base <= step and (contributed or step >= worker.until):
+            worker.base = None  # it is in, or too old by now
+        return []
+
+    def _break(self, step: int, reason: str) -> list[Action]:
+        """A step failed somewhere: it will not end where it has not, and its group is over."""
+        self._groups.clear()
+        if self._broken:
+            return []
+        self._broken = True
+        return [
+            Note("step-failed", f"step {step}: {reason}"),
+            *(
+                Send(name, "stepper", StepBroken(group, reason))
+                for name, group in sorted(self._running.items())
+            ),
+        ]
+
+    # --- calling ----------------------------------------------------------------------------------------
+
+    def look(self, hosts: Mapping[str, str], absent: int, network: Network, now: float) -> list[Action]:
+        """Call a step if it is time. `hosts` of the job's workers, by name; so many more are `absent`."""
+        self.look_at = None
+        for gone in self._workers.keys() - hosts.keys():
+            del self._workers[gone]
+        for gone in self._running.keys() - hosts.keys():
+            del self._running[gone]
+        actions = self._settle(hosts, absent, now)
+        if not self._settled or self._running or not self._workers:
+            return actions
+        if self.step < 0:
+            return [*actions, *self._begin(hosts, absent)]
+        return [*actions, *self._next(hosts, network, now)]
+
+    def _settle(self, hosts: Mapping[str, str], absent: int, now: float) -> list[Action]:
+        """Nothing is called before all have said where they stand, or had time to."""
+        if self._settled:
+            return []
+        everybody = not absent and self._workers.keys() >= hosts.keys()
+        self._settled = everybody or (now >= self._settle_at and self.step >= 0)
+        if not self._settled:
+            self.look_at = self._settle_at if now < self._settle_at else None
+            return []
+        if not self._running:
+            return []
+        # Whether all who are in it have heard of a step that another scheduler called is not known.
+        return self._break(self.step, "the scheduler changed")
+
+    def _begin(self, hosts: Mapping[str, str], absent: int) -> list[Action]:
+        """All begin with the values of the first."""
+        if absent or self._workers.keys() != hosts.keys():
+            return []
+        nodes = sorted(self._workers)
+        return self._called(-1, nodes, nodes[:1], [], [])
+
+    def _next(self, hosts: Mapping[str, str], network: Network, now: float) -> list[Action]:
+        step = self.step
+        actions, chosen = self._choose(hosts, network)
+        members = [
+            name
+            for name in self.current
+            if name in chosen and step - self._workers[name].applied <= MOST_QUEUED
+        ]
+        givers = [name for name in members if self._workers[name].gives(step)]
+        computing = [
+            name for name in members if self._workers[name].base is None and not self._workers[name].looks_on
+        ]
+        late_at = [self._overdue_at(self._workers[name]) for name in computing]
+        if any(at is None or now < at for at in late_at):
+            self.look_at = min((at for at in late_at if at is not None and now < at), default=None)
+            return actions
+        if not givers:
+            # All that were to give straggle or are not current: whoever is and can does it.
+            givers = [name for name in self.current if self._workers[name].gives(step)]
+            members = sorted({*members, *givers})
+        if not givers:
+            return actions
+        feeders = [name for name in givers if self._workers[name].applied == step]
+        joiners = [
+            name
+            for name in sorted(self._workers)
+            if feeders and name in chosen and name not in members and self._joinable(name, step)
+        ]
+        givers += [name for name in joiners if self._workers[name].gives(step)]
+        nodes = sorted([*members, *joiners])
+        actions += self._called(step, nodes, sorted(givers), feeders if joiners else [], joiners)
+        return [*actions, *self._without(chosen, tuple(nodes))]
+
+    def _joinable(self, name: str, step: int) -> bool:
+        worker = self._workers[name]
+        return worker.holds < step and (worker.base is not None or worker.waits)
+
+    def _called(
+        self, step: int, nodes: list[str], givers: list[str], feeders: list[str], joiners: list[str]
+    ) -> list[Action]:
+        members = tuple(nodes)
+        name = self._groups.pop(members, None)
+        if name is None:
+            self._count += 1
+            name = f"steps/{self._term}.{self._count}"
+        self._groups[members] = name
+        while len(self._groups) > GROUPS_KEPT:
+            del self._groups[next(iter(self._groups))]
+        self._call = StepCalled(step, name, members, tuple(givers), tuple(joiners), tuple(feeders))
+        self._running = dict.fromkeys(members, name)
+        self._broken = False
+        for member in members:
+            self._workers[member].told_without = ()
+        return [Send(member, "stepper", self._call) for member in members]
+
+    def _without(self, chosen: Iterable[str], nodes: tuple[str, ...]) -> list[Action]:
+        """Those that are left out for their links hear of it once, and of whom they may measure them with."""
+        actions: list[Action] = []
+        for name, worker in sorted(self._workers.items()):
+            if name not in nodes and name not in chosen and worker.told_without != nodes:
+                worker.told_without = nodes
+                actions.append(Send(name, "stepper", StepsWithout(nodes)))
+        return actions
+
+    # --- who is fast ------------------------------------------------------------------------------------
+
+    def _choose(self, hosts: Mapping[str, str], network: Network) -> tuple[list[Action], frozenset[str]]:
+        """Those whose taking part makes the steps worth most, by what is known of the links."""
+        size_bytes = max(worker.size_bytes for worker in self._workers.values())
+        typical = [typical_s for worker in self._workers.values() if (typical_s := self._typical_s(worker))]
+        compute_s = median(typical) if typical else 0.0
+        overlapped = all(not worker.waits for worker in self._workers.values() if worker.base is not None)
+
+        def weigh(names: Iterable[str], least: int) -> Participation:
+            return choose_participants(
+                network,
+                sorted({hosts[name] for name in names}),
+                size_bytes,
+                compute_s=compute_s,
+                least=least,
+                half_worth=HALF_WORTH,
+                overlapped=overlapped,
+            )
+
+        best = weigh(self._workers, 1)
+        kept = self._chosen & self._workers.keys()
+        if kept and kept == self._chosen:
+            standing = weigh(kept, len({hosts[name] for name in kept}))
+            if best.pace <= standing.pace * WORTH_CHANGING:
+                return [], kept
+        inside = set(best.participants)
+        chosen = frozenset(name for name in self._workers if hosts[name] in inside)
+        changed = chosen != self._chosen
+        self._chosen = chosen
+        return ([Note("chosen", f"{', '.join(sorted(chosen))}: {best.reason}")] if changed else []), chosen
+
+    def _typical_s(self, worker: _Worker) -> float | None:
+        if worker.times:
+            return median(worker.times)
+        others = [median(other.times) for other in self._workers.values() if other.times]
+        return median(others) if others else None
+
+    def _overdue_at(self, worker: _Worker) -> float | None:
+        """When it straggles if it has no gradient by then; None: that can't be said."""
+        typical_s = self._typical_s(worker)
+        if worker.since is None or typical_s is None:
+            return None
+        return worker.since + OVERDUE * typical_s + GRACE_S
