@@ -13,11 +13,10 @@ torch = pytest.importorskip("torch", reason="torch is not installed here")
 
 import mlfabric as mf  # noqa: E402
 from mlfabric.api import Fabric  # noqa: E402
-from mlfabric.errors import FabricError  # noqa: E402
 from mlfabric.torch.training import Training, join  # noqa: E402
 from tests.torch.test_training import batches, judged, loss_of, make_model  # noqa: E402
 
-OPTIMIZER = ("SGD", {"lr": 0.05, "momentum": 0.9})
+OPTIMIZER = ("SGD", {"lr": 0.01, "momentum": 0.9})
 
 
 class Party:
@@ -41,28 +40,28 @@ class Party:
         self.seen: list[dict[int, str]] = [{} for _ in range(count)]
         self.trainings: list[Training | None] = [None] * count
         self.errors: list[BaseException] = []
+        self.through = threading.Event()
 
     def train(
-        self,
-        rank: int,
-        steps: int,
-        slow: float = 0.0,
-        leave_at: int = -1,
-        optimizer: Any = OPTIMIZER,
-        **wishes: Any,
+        self, rank: int, steps: int = 0, slow: float = 0.0, leaves: bool = False, **wishes: Any
     ) -> None:
+        """Make so many steps, or as many as it takes until all that count theirs are through."""
         model = self.models[rank]
         try:
-            training = join(model, optimizer, "fastest", fabric=self.fabrics[rank], timeout=20.0, **wishes)
+            training = join(model, OPTIMIZER, "fastest", fabric=self.fabrics[rank], timeout=20.0, **wishes)
             self.trainings[rank] = training
-            for number, batch in enumerate(batches(rank, steps)):
-                if number == leave_at:
-                    self.fabrics[rank]._engine.stop(0.0)  # without a word
-                    return
+            for number, batch in enumerate(batches(rank, steps or 1000)):
+                if not steps and self.through.is_set():
+                    break
                 time.sleep(slow if number % 4 == 3 else 0.002)
                 loss_of(model, batch).backward()
                 training.step()
                 self.seen[rank][training.version] = digest(model)
+            if leaves:
+                self.fabrics[rank]._engine.stop(0.0)  # without a word
+                return
+            if steps:
+                self.through.set()
             training.finish()
         except BaseException as error:
             self.errors.append(error)
@@ -112,8 +111,14 @@ def test_workers_at_the_same_step_hold_the_same_bits_while_one_straggles_and_one
 ) -> None:
     party = Party(4, engine)
     try:
-        plain = {"steps": 40, "pull": pull}
-        party.run([plain, {**plain, "slow": 0.1}, {**plain, "steps": 60}, {**plain, "leave_at": 12}])
+        party.run(
+            [
+                {"pull": pull},
+                {"pull": pull, "slow": 0.1, "steps": 30},
+                {"pull": pull},
+                {"pull": pull, "steps": 8, "leaves": True},
+            ]
+        )
     finally:
         party.close()
     assert party.common_bits() > 10

@@ -189,7 +189,7 @@ class CalledSteps:
             if offer is not None and self._node in call.contributors and call.step >= 0:
                 result.delay = call.step - offer.base
                 self.offer = None
-            elif offer is not None and call.step >= offer.until:
+            elif self.offer is not None and call.step >= self.offer.until:
                 result.dropped = True
                 self.offer = None
             self.results.append(result)

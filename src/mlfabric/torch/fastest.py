@@ -81,13 +81,27 @@ class Fastest:
         gradient = self._gradient
         gradient[: self._flat.elements] = take()
         gradient[self._flat.elements :] = _settings(self._optimizer)
-        self._apply_all()
-        with self._steps.changed:
-            offer = self._steps.offer = Offer(gradient, self._base, self._base + self._max_delay)
-        self._report(offer, waits=not self._overlapped, computed_s=computed_s)
-        if not self._overlapped:
-            self._apply_until(lambda: self._steps.offer is None)
+        offer = self._offer(gradient)
+        if offer is None:
+            self._settled(None)
+        else:
+            self._report(offer, waits=not self._overlapped, computed_s=computed_s)
+            if not self._overlapped:
+                self._apply_until(lambda: self._steps.offer is None)
         self._compute()
+
+    def _offer(self, gradient: Vector) -> Offer | None:
+        """Once all that has come is applied; None: steps have left the gradient behind."""
+        while True:
+            self._apply_all()
+            with self._steps.changed:
+                if self._steps.results:
+                    continue
+                offer = Offer(gradient, self._base, self._base + self._max_delay)
+                if self._steps.applied > offer.until:
+                    return None
+                self._steps.offer = offer
+                return offer
 
     def _compute(self) -> None:
         """The trainer begins to compute with the model as it is."""
