@@ -361,8 +361,8 @@ def choose_participants(
     `ready_s` says in how many seconds each host's update will be there (stragglers), `steps_left_out` how
     often each was left out just before; who reached `max_left_out` takes part, whatever it costs. A step also
     takes `compute_s` that no choice changes, before the exchange or, `overlapped`, beside it. At least
-    `least` take part, half of the workers if not given. With `half_worth` updates count for less the more they are:
-    a step of so many is worth half of what one of infinitely many would be.
+    `least` take part, half of the workers if not given. With `half_worth` updates count for less the more
+    they are: a step of so many is worth half of what one of infinitely many would be.
     """
     ready = ready_s or {}
     missed = steps_left_out or {}
