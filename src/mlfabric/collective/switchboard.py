@@ -151,6 +151,12 @@ class Switchboard:
         return bool(self._order)
 
     @property
+    def peers_in_use(self) -> set[str]:
+        """The peers of all operations whose bytes are on their way."""
+        groups = {entry[0].number: entry[0] for entry in self._order if entry[1].exchange is not None}
+        return {node for group in groups.values() for node in group.nodes} - {self.node}
+
+    @property
     def bulk_to_come(self) -> int:
         """Bytes that are still to come, if all that runs is large; 0 where something small waits too."""
         total = 0

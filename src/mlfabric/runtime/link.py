@@ -142,13 +142,13 @@ class Link:
             self._board.sent(frame)
         return not out
 
-    def state(self, now: float, far: bool) -> FlowState:
+    def state(self, now: float, far: bool, used: bool) -> FlowState:
         """What the kernel knows of this link."""
         info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 176)
         acked, received, waiting, busy = _TCP_INFO.unpack_from(info, _ACKED_AT)
         # Once its last chunk is here, how fast bytes come says nothing of us.
         pressed = self.pressed_until > now and self._header is not None
-        return FlowState(acked, received, waiting, busy, pressed, far)
+        return FlowState(acked, received, waiting, busy, pressed, far, used)
 
     # --- receiving --------------------------------------------------------------------------------------
 

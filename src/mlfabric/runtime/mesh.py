@@ -47,7 +47,7 @@ class Mesh:
         pace: bool = False,
     ) -> None:
         self.board = board
-        self.rates = HostRates()
+        self.rates: HostRates[Link] = HostRates()
         self.rest_until = 0.0  # what comes before is left alone, while the links rest
         self._open = open_link
         self._ended = ended
@@ -99,9 +99,13 @@ class Mesh:
         if len(links) < 2:
             return None
         home = self._racks.get(self.board.node)
-        flows = [link.state(now, self._racks.get(link.peer) != home) for link in links]
-        for link, pressed in zip(links, self.rates.look(now, flows, held_back), strict=True):
-            link.pressed = pressed
+        used = self.board.peers_in_use
+        flows = {
+            link: link.state(now, self._racks.get(link.peer) != home, link.peer in used) for link in links
+        }
+        pressed = self.rates.look(now, flows, held_back)
+        for link in links:
+            link.pressed = link in pressed
         return self.rates.news(now)
 
     # --- links ------------------------------------------------------------------------------------------
