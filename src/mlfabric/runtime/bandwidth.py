@@ -50,6 +50,11 @@ PRESSED_S = 0.3
 FRESH_S = 0.25
 # A host's downlink is to blame only if so many of its peers say so: plans are made for the slowest.
 NEARLY_ALL = 0.7
+# Probes of peers that are busy read low, never high: the best of so many counts, unless they are from before
+# a pause. A rise is believed at once. Differences below this are noise.
+PROBE_SAMPLES = 3
+PROBE_PAUSE_S = 2.5
+PROBE_NOISE = 0.15
 # Differences below this are not worth telling.
 WORTH_TELLING = 0.07
 
@@ -79,7 +84,23 @@ class RateMeter:
         self._passed: tuple[float, int] | None = None
         self._passing: deque[float] = deque(maxlen=RAISE_SAMPLES)
 
+        self._probes: deque[tuple[float, float]] = deque(maxlen=PROBE_SAMPLES)
+
+    def probed(self, now: float, rate: float) -> None:
+        """A probe came through at this rate, while nothing else was under way here."""
+        if self._probes and now - self._probes[-1][0] > PROBE_PAUSE_S:
+            self._probes.clear()
+        self._probes.append((now, rate))
+        self.seen_at = now
+        best = max(each for _, each in self._probes)
+        enough = len(self._probes) == PROBE_SAMPLES
+        if self.rate is None:
+            self.rate = best if enough else None
+        elif best > (1 + PROBE_NOISE) * self.rate or (enough and best < (1 - PROBE_NOISE) * self.rate):
+            self._jump(best)
+
     def look(self, now: float, carried_bytes: int, limiting: bool) -> None:
+        self._probes.clear()
         self._raise(now, carried_bytes)
         if not limiting:
             self._since = self._sample = None
@@ -189,6 +210,12 @@ class HostRates(Generic[Flow]):
         if self._last is None or self.up.rate is None or now <= self._last[0]:
             return False
         return (acked - self._last[1]) / (now - self._last[0]) < UPLINK_FREE * self.up.rate
+
+    def probed(self, now: float, up: float | None, down: float | None) -> None:
+        """What a probe showed, in either direction."""
+        for meter, rate in ((self.up, up), (self.down, down)):
+            if rate is not None:
+                meter.probed(now, rate)
 
     def news(self, now: float) -> tuple[float | None, float | None] | None:
         """The rates, if they differ from what was told last; None stands for one not seen of late."""
