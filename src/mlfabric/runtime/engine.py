@@ -187,9 +187,8 @@ class Engine:
         self.mesh.flush()
 
     def probe_links(self, peers: tuple[str, ...]) -> None:
-        probe = getattr(self.mesh, "probe", None)
-        if probe is not None:
-            probe(peers)
+        """Find out about our own link by probing these peers, from now on; none: no more."""
+        self.mesh.probe(peers)
 
     def _request_group(self, name: str, nodes: tuple[str, ...]) -> None:
         self.node.post("participant", GroupRequested(name, nodes))

@@ -1,0 +1,216 @@
+"""Probes: how a node that takes part in no operation finds out about its own link. Pure: times are passed in.
+
+The prober knocks, so that the peer rests no more and reads what comes as it comes; the peer says that it is
+awake; the probe's bytes follow, and as many come back. Whoever receives them measures their rate; the answer
+brings the peer's figure along. Each of the two has at most one probe under way with the other: whatever else
+comes is a breach, and all bytes go to one place that nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from mlfabric.collective.frames import PROBE_BYTES, FrameHeader, FrameKind, pack_header, unpack_header
+from mlfabric.wire import WireError
+
+# A probe begins so long after the last one began.
+PROBE_EVERY_S = 0.25
+# A peer that has not answered by then is skipped; what it says later is heard, and counts for nothing.
+ANSWER_S = 2.0
+# A peer that knocked has sent its probe and got its answer by then, or we rest again.
+GUEST_S = 0.5
+# In the beginning of a probe TCP finds its window: the rate is that of the bytes after these.
+BEGINNING_BYTES = PROBE_BYTES // 4
+# The rate of fewer bytes than these says little.
+LEAST_BYTES = PROBE_BYTES // 4
+
+
+class Mark(NamedTuple):
+    """So many bytes had come over a link at some time between the two."""
+
+    before_s: float
+    came: int
+    after_s: float
+
+
+class Probed(NamedTuple):
+    """What a probe showed, in bytes per second; None: it could not be told."""
+
+    peer: str
+    up: float | None
+    down: float | None
+
+
+def rate_of(marks: Sequence[Mark]) -> int:
+    """The rate at which the bytes of a probe came, at least, from marks made on the way; 0: no telling."""
+    if not marks:
+        return 0
+    first, last = marks[0], marks[-1]
+    began = next((mark for mark in marks if mark.came - first.came >= BEGINNING_BYTES), last)
+    if last.came - began.came < LEAST_BYTES:
+        began = first
+    took_s = last.after_s - began.before_s
+    if last.came - began.came < LEAST_BYTES or took_s <= 0:
+        return 0
+    return int((last.came - began.came) / took_s)
+
+
+class _Asked(Enum):
+    """How far our probe of a peer has come."""
+
+    KNOCKED = "it is to say that it is awake"
+    SENT = "it is to answer"
+
+
+class _Guest(Enum):
+    """How far a peer's probe of us has come."""
+
+    EXPECTED = "its bytes are to come"
+    ANSWERED = "its answer is on its way out"
+
+
+class Probes:
+    """The probes of a node and of its peers. `urgent(peer, frame)` puts out a short frame."""
+
+    def __init__(self, urgent: Callable[[str, bytes], None]) -> None:
+        self.results: list[Probed] = []  # for whoever looks
+        self._urgent = urgent
+        self._bytes = memoryview(bytes(PROBE_BYTES))
+        self._sink: memoryview | None = None  # made when the first probe comes
+        self._asked: dict[str, _Asked] = {}
+        self._guests: dict[str, _Guest] = {}
+        self._until: dict[str, float] = {}  # guests that we don't rest for any more after that
+        self._to_send: dict[str, deque[bytes]] = {}  # headers, by peer
+
+    # --- asking -----------------------------------------------------------------------------------------
+
+    def is_open(self, peer: str) -> bool:
+        """Whether a probe of this peer is not over yet."""
+        return peer in self._asked
+
+    def knock(self, peer: str) -> None:
+        self._asked[peer] = _Asked.KNOCKED
+        self._urgent(peer, pack_header(FrameKind.KNOCK, 0, 0))
+
+    def forget(self, peer: str) -> None:
+        """Its link is gone, and with it all that was on its way."""
+        self._asked.pop(peer, None)
+        self._to_send.pop(peer, None)
+        self._leaves(peer)
+
+    # --- being asked ------------------------------------------------------------------------------------
+
+    @property
+    def awake(self) -> bool:
+        """Whether somebody's probe is about to come or being answered: whoever rests now spoils it."""
+        return bool(self._until)
+
+    def tend(self, now: float) -> None:
+        """Wait no longer for those who have knocked and do nothing more."""
+        for peer, until in list(self._until.items()):
+            if until <= 0:
+                self._until[peer] = now + GUEST_S
+            elif now >= until:
+                del self._until[peer]
+
+    def _leaves(self, peer: str) -> None:
+        self._guests.pop(peer, None)
+        self._until.pop(peer, None)
+
+    # --- frames -----------------------------------------------------------------------------------------
+
+    def next_frame(self, peer: str) -> tuple[bytes, memoryview] | None:
+        """The probe or answer that is to be sent now, if there is one."""
+        heads = self._to_send.get(peer)
+        return (heads.popleft(), self._bytes) if heads else None
+
+    def sent(self, peer: str, head: bytes) -> None:
+        """The bytes of a probe or answer are all on their way."""
+        if unpack_header(head).kind is FrameKind.PROBED:
+            self._leaves(peer)
+
+    def _send(self, peer: str, kind: FrameKind, rate: int = 0) -> None:
+        head = pack_header(kind, 0, 0, offset=rate, length=PROBE_BYTES)
+        self._to_send.setdefault(peer, deque()).append(head)
+
+    def place(self, peer: str, header: FrameHeader) -> memoryview:
+        """Where the bytes after a header go."""
+        self._check(peer, header)
+        if not header.length:
+            return memoryview(bytearray())
+        if self._sink is None:
+            self._sink = memoryview(bytearray(PROBE_BYTES))
+        return self._sink
+
+    def received(self, peer: str, header: FrameHeader, rate: int) -> None:
+        """A frame is complete, its bytes came at such a rate."""
+        self._check(peer, header)
+        match header.kind:
+            case FrameKind.KNOCK:
+                self._guests[peer] = _Guest.EXPECTED
+                self._until[peer] = 0.0
+                self._urgent(peer, pack_header(FrameKind.AWAKE, 0, 0))
+            case FrameKind.AWAKE:
+                self._asked[peer] = _Asked.SENT
+                self._send(peer, FrameKind.PROBE)
+            case FrameKind.PROBE:
+                self._guests[peer] = _Guest.ANSWERED
+                self._send(peer, FrameKind.PROBED, rate)
+            case FrameKind.PROBED:
+                del self._asked[peer]
+                self.results.append(Probed(peer, header.offset or None, rate or None))
+
+    def _check(self, peer: str, header: FrameHeader) -> None:
+        kind = header.kind
+        if header.length != (PROBE_BYTES if kind in (FrameKind.PROBE, FrameKind.PROBED) else 0):
+            raise WireError(f"a probe of {header.length} bytes")
+        expected = {
+            FrameKind.KNOCK: peer not in self._guests,
+            FrameKind.AWAKE: self._asked.get(peer) is _Asked.KNOCKED,
+            FrameKind.PROBE: self._guests.get(peer) is _Guest.EXPECTED,
+            FrameKind.PROBED: self._asked.get(peer) is _Asked.SENT,
+        }
+        if not expected[kind]:
+            raise WireError(f"{kind.name} by {peer}, which nobody asked for")
+
+
+class Prober:
+    """Probes peers in turn, one at a time."""
+
+    def __init__(self, probes: Probes) -> None:
+        self._probes = probes
+        self._peers: deque[str] = deque()
+        self._asked: str | None = None
+        self._began = float("-inf")
+
+    def probe(self, peers: tuple[str, ...]) -> None:
+        """Probe these from now on."""
+        if set(peers) != set(self._peers):
+            self._peers = deque(peers)
+
+    def next_s(self, now: float) -> float | None:
+        """When to look again; None: when something comes."""
+        if not self._peers:
+            return None
+        wait_s = ANSWER_S if self._waits() else PROBE_EVERY_S
+        return max(self._began + wait_s, now)
+
+    def turn(self, now: float, reachable: Callable[[str], bool]) -> None:
+        """Begin a probe if it is time for one."""
+        due = self.next_s(now)
+        if due is None or due > now:
+            return
+        self._began, self._asked = now, None
+        for _ in range(len(self._peers)):
+            peer = self._peers[0]
+            self._peers.rotate(-1)
+            if reachable(peer) and not self._probes.is_open(peer):
+                self._asked = peer
+                self._probes.knock(peer)
+                return
+
+    def _waits(self) -> bool:
+        return self._asked is not None and self._probes.is_open(self._asked)
