@@ -60,6 +60,8 @@ class Keeper:
     def form_group(self, number: int, name: str, nodes: tuple[str, ...]) -> None:
         pass
 
+    def probe_links(self, peers: tuple[str, ...]) -> None: ...
+
     def adopt_shares(self, shares: SharesPlanned) -> None:
         pass
 

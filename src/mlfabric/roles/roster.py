@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Final
 
@@ -37,6 +37,14 @@ MOST_QUEUED: Final = 8
 TIMES_KEPT: Final = 9
 # After a succession workers have so long to say where they stand.
 SETTLE_S: Final = 3.0
+# A step that took so much longer than expected shows that the links are not what they are taken for. What is
+# believed of them is trusted less then, until something else is learned or for so long.
+SURPRISE: Final = 2.0
+SURPRISE_S: Final = 0.1
+DOUBT_S: Final = 5.0
+# A step whose links turn out to be slow is broken off if it would take so many times as long as another one.
+WORTH_BREAKING: Final = 2.0
+WORTH_BREAKING_S: Final = 0.2
 # Groups that are kept, by who is in them; workers keep as many.
 GROUPS_KEPT: Final = 8
 
@@ -60,6 +68,15 @@ class _Worker:
         return self.base is not None and step <= self.until
 
 
+@dataclass(frozen=True, slots=True)
+class _Doubt:
+    """What is believed of a host's links is too much by this factor."""
+
+    believed: float
+    factor: float
+    until: float
+
+
 class StepRoster:
     """Of one job. `look_at` is when to look again, if nothing happens before."""
 
@@ -71,9 +88,14 @@ class StepRoster:
         self._call: StepCalled | None = None
         self._running: dict[str, str] = {}  # who is still at the step that was called last, and its group
         self._broken = False  # it failed, and those who are still at it know
+        self._called_at = 0.0
+        self._expected_s = 0.0
+        self._network: Network | None = None  # as it was when it was last looked at
+        self._doubts: dict[str, _Doubt] = {}  # by host
         self._chosen: frozenset[str] = frozenset()
         self._groups: dict[tuple[str, ...], str] = {}  # names, by members; the last used last
         self._count = 0
+        self._hosts: dict[str, str] = {}
         self.look_at: float | None = None
 
     @property
@@ -93,7 +115,7 @@ class StepRoster:
             case StepReady():
                 self._stands(node, message, now)
             case StepEnded(step=step, error=error):
-                return self._ended(node, step, error)
+                return self._ended(node, step, error, now)
             case StepsOver():
                 self._workers.pop(node, None)
         return []
@@ -110,11 +132,13 @@ class StepRoster:
         if ready.running is not None:
             self._running[node] = ready.running
 
-    def _ended(self, node: str, step: int, error: str | None) -> list[Action]:
+    def _ended(self, node: str, step: int, error: str | None, now: float) -> list[Action]:
         call, worker = self._call, self._workers.get(node)
         self._running.pop(node, None)
         if error is not None:
             return self._break(step, f"{node}: {error}")
+        if not self._running and not self._broken and call is not None:
+            self._through(call, now)
         if worker is None:
             return []
         worker.holds = step + 1
@@ -127,9 +151,24 @@ class StepRoster:
             worker.base = None  # it is in, or too old by now
         return []
 
+    @property
+    def _group(self) -> str:
+        return self._call.group if self._call is not None else ""
+
+    def _through(self, call: StepCalled, now: float) -> None:
+        """A step has ended everywhere: was it as fast as its links were taken for?"""
+        took_s = now - self._called_at
+        if call.joiners or call.step < 0 or took_s < SURPRISE * self._expected_s + SURPRISE_S:
+            return
+        for name in call.nodes:
+            if name in self._hosts and self._network is not None:
+                host = self._hosts[name]
+                believed = _rate(self._network, host)
+                self._doubts[host] = _Doubt(believed, self._expected_s / took_s, now + DOUBT_S)
+
     def _break(self, step: int, reason: str) -> list[Action]:
         """A step failed somewhere: it will not end where it has not, and its group is over."""
-        self._groups.clear()
+        self._groups = {nodes: name for nodes, name in self._groups.items() if name != self._group}
         if self._broken:
             return []
         self._broken = True
@@ -148,14 +187,18 @@ class StepRoster:
         self.look_at = None
         for gone in self._workers.keys() - hosts.keys():
             del self._workers[gone]
+            self._groups = {nodes: name for nodes, name in self._groups.items() if gone not in nodes}
         for gone in self._running.keys() - hosts.keys():
             del self._running[gone]
         actions = self._settle(hosts, absent, now)
+        news, self._network, self._hosts = network is not self._network, network, dict(hosts)
+        if self._settled and self._running and news:
+            actions += self._break_off(now)
         if not self._settled or self._running or not self._workers:
             return actions
         if self.step < 0:
             return [*actions, *self._begin(hosts, absent)]
-        return [*actions, *self._next(hosts, network, now)]
+        return [*actions, *self._next(now)]
 
     def _settle(self, hosts: Mapping[str, str], absent: int, now: float) -> list[Action]:
         """Nothing is called before all have said where they stand, or had time to."""
@@ -178,9 +221,20 @@ class StepRoster:
         nodes = sorted(self._workers)
         return self._called(-1, nodes, nodes[:1], [], [])
 
-    def _next(self, hosts: Mapping[str, str], network: Network, now: float) -> list[Action]:
+    def _break_off(self, now: float) -> list[Action]:
+        """A step that has not ended anywhere, and will take long by what is known now, is made by others."""
+        call = self._call
+        if call is None or call.step < 0 or self._broken or len(self._running) < len(call.nodes):
+            return []
+        left_s = self._weigh(call.nodes, now, everybody=True).step_s - (now - self._called_at)
+        best = self._weigh(self._workers, now)
+        if left_s < WORTH_BREAKING * best.step_s + WORTH_BREAKING_S:
+            return []
+        return self._break(call.step, f"it would take {left_s:.2f} s more, another one {best.step_s:.2f} s")
+
+    def _next(self, now: float) -> list[Action]:
         step = self.step
-        actions, chosen = self._choose(hosts, network)
+        actions, chosen = self._choose(now)
         members = [
             name
             for name in self.current
@@ -208,6 +262,7 @@ class StepRoster:
         ]
         givers += [name for name in joiners if self._workers[name].gives(step)]
         nodes = sorted([*members, *joiners])
+        self._called_at, self._expected_s = now, self._weigh(nodes, now, everybody=True).step_s
         actions += self._called(step, nodes, sorted(givers), feeders if joiners else [], joiners)
         return [*actions, *self._without(chosen, tuple(nodes))]
 
@@ -229,7 +284,7 @@ class StepRoster:
         self._call = StepCalled(step, name, members, tuple(givers), tuple(joiners), tuple(feeders))
         self._running = dict.fromkeys(members, name)
         self._broken = False
-        for member in members:
+        for member in members if len(members) > 1 else []:
             self._workers[member].told_without = ()
         return [Send(member, "stepper", self._call) for member in members]
 
@@ -237,42 +292,58 @@ class StepRoster:
         """Those that are left out for their links hear of it once, and of whom they may measure them with."""
         actions: list[Action] = []
         for name, worker in sorted(self._workers.items()):
-            if name not in nodes and name not in chosen and worker.told_without != nodes:
+            alone = nodes == (name,)  # nothing it sends shows how fast its link is
+            if ((name not in nodes and name not in chosen) or alone) and worker.told_without != nodes:
                 worker.told_without = nodes
-                actions.append(Send(name, "stepper", StepsWithout(nodes)))
+                peers = tuple(sorted(self._workers)) if alone else nodes
+                actions.append(Send(name, "stepper", StepsWithout(peers)))
         return actions
 
     # --- who is fast ------------------------------------------------------------------------------------
 
-    def _choose(self, hosts: Mapping[str, str], network: Network) -> tuple[list[Action], frozenset[str]]:
+    def _choose(self, now: float) -> tuple[list[Action], frozenset[str]]:
         """Those whose taking part makes the steps worth most, by what is known of the links."""
-        size_bytes = max(worker.size_bytes for worker in self._workers.values())
-        typical = [typical_s for worker in self._workers.values() if (typical_s := self._typical_s(worker))]
-        compute_s = median(typical) if typical else 0.0
-        overlapped = all(not worker.waits for worker in self._workers.values() if worker.base is not None)
-
-        def weigh(names: Iterable[str], least: int) -> Participation:
-            return choose_participants(
-                network,
-                sorted({hosts[name] for name in names}),
-                size_bytes,
-                compute_s=compute_s,
-                least=least,
-                half_worth=HALF_WORTH,
-                overlapped=overlapped,
-            )
-
-        best = weigh(self._workers, 1)
-        kept = self._chosen & self._workers.keys()
-        if kept and kept == self._chosen:
-            standing = weigh(kept, len({hosts[name] for name in kept}))
+        if not any(worker.times for worker in self._workers.values()):
+            return [], frozenset(self._workers)
+        best = self._weigh(self._workers, now)
+        if self._chosen and self._chosen <= self._workers.keys():
+            standing = self._weigh(self._chosen, now, everybody=True)
             if best.pace <= standing.pace * WORTH_CHANGING:
-                return [], kept
+                return [], self._chosen
         inside = set(best.participants)
-        chosen = frozenset(name for name in self._workers if hosts[name] in inside)
-        changed = chosen != self._chosen
-        self._chosen = chosen
+        chosen = frozenset(name for name in self._workers if self._hosts[name] in inside)
+        changed, self._chosen = chosen != self._chosen, chosen
         return ([Note("chosen", f"{', '.join(sorted(chosen))}: {best.reason}")] if changed else []), chosen
+
+    def _weigh(self, names: Iterable[str], now: float, everybody: bool = False) -> Participation:
+        """Whom of these to take for a step, and what it takes then; `everybody`: with all of them."""
+        hosts = sorted({self._hosts[name] for name in names if name in self._hosts})
+        workers = self._workers.values()
+        typical = [typical_s for worker in workers if (typical_s := self._typical_s(worker)) is not None]
+        return choose_participants(
+            self._doubted(hosts, now),
+            hosts,
+            max((worker.size_bytes for worker in workers), default=0),
+            compute_s=median(typical) if typical else 0.0,
+            least=len(hosts) if everybody else 1,
+            half_worth=HALF_WORTH,
+            overlapped=all(not worker.waits for worker in workers if worker.base is not None),
+        )
+
+    def _doubted(self, hosts: Iterable[str], now: float) -> Network:
+        assert self._network is not None
+        network = self._network
+        for name in hosts:
+            doubt = self._doubts.get(name)
+            if doubt is None:
+                continue
+            if now >= doubt.until or _rate(network, name) != doubt.believed:
+                del self._doubts[name]
+                continue
+            host = network.hosts[name]
+            up, down = host.up_bytes_per_s * doubt.factor, host.down_bytes_per_s * doubt.factor
+            network = network.with_host(replace(host, up_bytes_per_s=up, down_bytes_per_s=down))
+        return network
 
     def _typical_s(self, worker: _Worker) -> float | None:
         if worker.times:
@@ -286,3 +357,7 @@ class StepRoster:
         if worker.since is None or typical_s is None:
             return None
         return worker.since + OVERDUE * typical_s + GRACE_S
+
+
+def _rate(network: Network, host: str) -> float:
+    return min(network.hosts[host].up_bytes_per_s, network.hosts[host].down_bytes_per_s)

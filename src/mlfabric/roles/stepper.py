@@ -52,7 +52,8 @@ class Stepper:
                 return [self._tell(self._standing(self._training))]
             case MessageReceived(message=StepCalled() as call):
                 self._call = call
-                return [*self._probe(()), CarryOutStep(call)]
+                stop = self._probe(()) if len(call.nodes) > 1 else []
+                return [*stop, CarryOutStep(call)]
             case MessageReceived(message=StepBroken(group=group, reason=reason)):
                 return [GiveUpStep(group, reason)]
             case MessageReceived(message=StepsWithout(peers=peers)) if self._training is not None:

@@ -95,9 +95,9 @@ class CalledSteps:
                 self._calls.put(call)
             case GiveUpStep(group=group, reason=reason):
                 self._given_up = (group, reason)
-                call = self._running
-                if call is not None and call.group == group:
-                    self._client.groups.break_group(call.group, reason)
+                running = self._running
+                if running is not None and running.group == group:
+                    self._client.groups.break_group(group, reason)
             case FailJob(reason=reason):
                 with self.changed:
                     self.failed = self.failed or reason

@@ -8,6 +8,7 @@ optimizer count as the mean of the contributors' too, since workers' schedules a
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -61,6 +62,8 @@ class Fastest:
             fabric.name, self._client, self._elements, self._state_elements, self._values, self._state
         )
         self._gradient = np.empty(self._elements, np.float32)
+        # An optimizer's first step loads torch's compiler, seconds for which the others would wait.
+        importlib.import_module("torch._dynamo")
         self._base = -1
         self._began = 0.0
         self._join()
@@ -154,10 +157,9 @@ class Fastest:
     def _report(
         self, offer: Offer | None = None, waits: bool = False, computed_s: float | None = None
     ) -> None:
-        about = (offer.base, offer.until) if offer is not None else (None, -1)
-        self._client.tell_stepper(
-            TrainingReported(self._steps.applied, *about, waits, 4 * self._elements, computed_s)
-        )
+        applied, size_bytes = self._steps.applied, 4 * self._elements
+        base, until = (offer.base, offer.until) if offer is not None else (None, -1)
+        self._client.tell_stepper(TrainingReported(applied, base, until, waits, size_bytes, computed_s))
 
     # --- waiting and applying ---------------------------------------------------------------------------
 
