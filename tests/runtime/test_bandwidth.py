@@ -260,3 +260,54 @@ def test_a_link_that_comes_or_goes_is_no_jump_of_the_rate() -> None:
     host.flows.append(lost)
     host.send(1.0, FAST, backlogged=7)
     assert host.rates.up.rate == pytest.approx(FAST, rel=0.01)
+
+
+# --- probes -----------------------------------------------------------------------------------------------
+
+
+def probe(rates: HostRates[int], now: float, *seen: float) -> float:
+    for rate in seen:
+        now += 0.25
+        rates.probed(now, rate, None)
+    return now
+
+
+def test_probes_of_busy_peers_read_low_so_the_best_of_three_counts() -> None:
+    rates: HostRates[int] = HostRates()
+    now = probe(rates, 0.0, FAST / 3, FAST)
+    assert rates.up.rate is None, "two are not enough to begin with"
+    now = probe(rates, now, FAST / 2)
+    assert rates.up.rate == FAST
+    probe(rates, now, FAST / 3, FAST / 2, FAST, FAST / 3, FAST / 3, FAST)
+    assert rates.up.rate == FAST
+    assert rates.down.rate is None
+
+
+def test_a_probe_that_comes_through_faster_is_believed_at_once_and_told() -> None:
+    rates: HostRates[int] = HostRates()
+    now = probe(rates, 0.0, SLOW, SLOW, SLOW)
+    assert rates.news(now) == (SLOW, None)
+    now = probe(rates, now, FAST)
+    assert rates.news(now) == (FAST, None)
+
+
+def test_a_fall_takes_three_probes_in_a_row() -> None:
+    rates: HostRates[int] = HostRates()
+    now = probe(rates, 0.0, FAST, FAST, FAST, SLOW, SLOW)
+    assert rates.up.rate == FAST
+    now = probe(rates, now, SLOW)
+    assert rates.up.rate == SLOW
+    assert rates.news(now) == (SLOW, None)
+
+
+def test_probes_from_before_a_pause_do_not_count() -> None:
+    rates: HostRates[int] = HostRates()
+    now = probe(rates, 0.0, FAST, FAST, FAST, SLOW, SLOW)
+    probe(rates, now + 3, SLOW)
+    assert rates.up.rate == FAST
+
+
+def test_small_differences_of_probes_are_noise() -> None:
+    rates: HostRates[int] = HostRates()
+    probe(rates, 0.0, FAST, FAST, FAST, 1.1 * FAST, 0.9 * FAST, 0.9 * FAST, 0.9 * FAST)
+    assert rates.up.rate == FAST

@@ -22,8 +22,8 @@ _PRESSED: Final = 1
 
 MAX_ANNOUNCEMENT_BYTES: Final = 2**20
 MAX_CHUNK_BYTES: Final = 8 * 2**20
-# A probe's bytes: 8.4 ms of 500 Mb/s.
-PROBE_BYTES: Final = 512 * 1024
+# No probe is longer.
+MAX_PROBE_BYTES: Final = 512 * 1024
 
 
 class FrameKind(IntEnum):
@@ -115,8 +115,8 @@ _LONGEST: Final = dict.fromkeys(FrameKind, MAX_CHUNK_BYTES) | {
     FrameKind.ADOPTED: 0,
     FrameKind.KNOCK: 0,
     FrameKind.AWAKE: 0,
-    FrameKind.PROBE: PROBE_BYTES,
-    FrameKind.PROBED: PROBE_BYTES,
+    FrameKind.PROBE: MAX_PROBE_BYTES,
+    FrameKind.PROBED: MAX_PROBE_BYTES,
 }
 PROBE_KINDS: Final = (FrameKind.KNOCK, FrameKind.AWAKE, FrameKind.PROBE, FrameKind.PROBED)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from mlfabric.collective.frames import PROBE_BYTES, FrameHeader, FrameKind, pack_header, unpack_header
+from mlfabric.collective.frames import MAX_PROBE_BYTES, FrameHeader, FrameKind, pack_header, unpack_header
 from mlfabric.wire import WireError
 
 # A probe begins so long after the last one began.
@@ -22,10 +22,14 @@ PROBE_EVERY_S = 0.25
 ANSWER_S = 2.0
 # A peer that knocked has sent its probe and got its answer by then, or we rest again.
 GUEST_S = 0.5
-# In the beginning of a probe TCP finds its window: the rate is that of the bytes after these.
-BEGINNING_BYTES = PROBE_BYTES // 4
-# The rate of fewer bytes than these says little.
-LEAST_BYTES = PROBE_BYTES // 4
+# A probe is as long as takes so many seconds, as far as is known, within bounds: what it takes from the peer
+# does not come back, and fewer bytes say little.
+PROBE_S = 0.008
+LEAST_PROBE_BYTES = 64 * 1024
+UNKNOWN_BYTES = 256 * 1024
+# In the beginning of a probe, this part of it, TCP finds its window. The rate is that of what follows, if
+# it is not less than another such part.
+BEGINNING = 0.25
 
 
 class Mark(NamedTuple):
@@ -44,16 +48,24 @@ class Probed(NamedTuple):
     down: float | None
 
 
-def rate_of(marks: Sequence[Mark]) -> int:
+def size_for(bytes_per_s: float | None) -> int:
+    """How long a probe has to be that is to show such a rate, or another."""
+    if bytes_per_s is None:
+        return UNKNOWN_BYTES
+    return int(min(max(PROBE_S * bytes_per_s, LEAST_PROBE_BYTES), MAX_PROBE_BYTES))
+
+
+def rate_of(marks: Sequence[Mark], length: int) -> int:
     """The rate at which the bytes of a probe came, at least, from marks made on the way; 0: no telling."""
     if not marks:
         return 0
+    least = BEGINNING * length
     first, last = marks[0], marks[-1]
-    began = next((mark for mark in marks if mark.came - first.came >= BEGINNING_BYTES), last)
-    if last.came - began.came < LEAST_BYTES:
+    began = next((mark for mark in marks if mark.came - first.came >= least), last)
+    if last.came - began.came < least:
         began = first
     took_s = last.after_s - began.before_s
-    if last.came - began.came < LEAST_BYTES or took_s <= 0:
+    if last.came - began.came < least or took_s <= 0:
         return 0
     return int((last.came - began.came) / took_s)
 
@@ -78,8 +90,9 @@ class Probes:
     def __init__(self, urgent: Callable[[str, bytes], None]) -> None:
         self.results: list[Probed] = []  # for whoever looks
         self._urgent = urgent
-        self._bytes = memoryview(bytes(PROBE_BYTES))
-        self._sink: memoryview | None = None  # made when the first probe comes
+        self._bytes = memoryview(bytes(MAX_PROBE_BYTES))
+        self._sink = memoryview(b"")  # made when the first probe comes
+        self._lengths: dict[str, int] = {}  # of the probes that we asked for
         self._asked: dict[str, _Asked] = {}
         self._guests: dict[str, _Guest] = {}
         self._until: dict[str, float] = {}  # guests that we don't rest for any more after that
@@ -91,8 +104,10 @@ class Probes:
         """Whether a probe of this peer is not over yet."""
         return peer in self._asked
 
-    def knock(self, peer: str) -> None:
+    def knock(self, peer: str, length: int) -> None:
+        """Begin a probe of so many bytes."""
         self._asked[peer] = _Asked.KNOCKED
+        self._lengths[peer] = length
         self._urgent(peer, pack_header(FrameKind.KNOCK, 0, 0))
 
     def forget(self, peer: str) -> None:
@@ -125,15 +140,18 @@ class Probes:
     def next_frame(self, peer: str) -> tuple[bytes, memoryview] | None:
         """The probe or answer that is to be sent now, if there is one."""
         heads = self._to_send.get(peer)
-        return (heads.popleft(), self._bytes) if heads else None
+        if not heads:
+            return None
+        head = heads.popleft()
+        return head, self._bytes[: unpack_header(head).length]
 
     def sent(self, peer: str, head: bytes) -> None:
         """The bytes of a probe or answer are all on their way."""
         if unpack_header(head).kind is FrameKind.PROBED:
             self._leaves(peer)
 
-    def _send(self, peer: str, kind: FrameKind, rate: int = 0) -> None:
-        head = pack_header(kind, 0, 0, offset=rate, length=PROBE_BYTES)
+    def _send(self, peer: str, kind: FrameKind, length: int, rate: int = 0) -> None:
+        head = pack_header(kind, 0, 0, offset=rate, length=length)
         self._to_send.setdefault(peer, deque()).append(head)
 
     def place(self, peer: str, header: FrameHeader) -> memoryview:
@@ -141,9 +159,9 @@ class Probes:
         self._check(peer, header)
         if not header.length:
             return memoryview(bytearray())
-        if self._sink is None:
-            self._sink = memoryview(bytearray(PROBE_BYTES))
-        return self._sink
+        if not self._sink:
+            self._sink = memoryview(bytearray(MAX_PROBE_BYTES))
+        return self._sink[: header.length]
 
     def received(self, peer: str, header: FrameHeader, rate: int) -> None:
         """A frame is complete, its bytes came at such a rate."""
@@ -155,26 +173,24 @@ class Probes:
                 self._urgent(peer, pack_header(FrameKind.AWAKE, 0, 0))
             case FrameKind.AWAKE:
                 self._asked[peer] = _Asked.SENT
-                self._send(peer, FrameKind.PROBE)
+                self._send(peer, FrameKind.PROBE, self._lengths[peer])
             case FrameKind.PROBE:
                 self._guests[peer] = _Guest.ANSWERED
-                self._send(peer, FrameKind.PROBED, rate)
+                self._send(peer, FrameKind.PROBED, header.length, rate)
             case FrameKind.PROBED:
                 del self._asked[peer]
                 self.results.append(Probed(peer, header.offset or None, rate or None))
 
     def _check(self, peer: str, header: FrameHeader) -> None:
-        kind = header.kind
-        if header.length != (PROBE_BYTES if kind in (FrameKind.PROBE, FrameKind.PROBED) else 0):
-            raise WireError(f"a probe of {header.length} bytes")
+        kind, length = header.kind, header.length
         expected = {
             FrameKind.KNOCK: peer not in self._guests,
             FrameKind.AWAKE: self._asked.get(peer) is _Asked.KNOCKED,
-            FrameKind.PROBE: self._guests.get(peer) is _Guest.EXPECTED,
-            FrameKind.PROBED: self._asked.get(peer) is _Asked.SENT,
+            FrameKind.PROBE: self._guests.get(peer) is _Guest.EXPECTED and length > 0,
+            FrameKind.PROBED: self._asked.get(peer) is _Asked.SENT and length == self._lengths[peer],
         }
         if not expected[kind]:
-            raise WireError(f"{kind.name} by {peer}, which nobody asked for")
+            raise WireError(f"{kind.name} of {length} bytes by {peer}, which nobody asked for")
 
 
 class Prober:
@@ -198,8 +214,8 @@ class Prober:
         wait_s = ANSWER_S if self._waits() else PROBE_EVERY_S
         return max(self._began + wait_s, now)
 
-    def turn(self, now: float, reachable: Callable[[str], bool]) -> None:
-        """Begin a probe if it is time for one."""
+    def turn(self, now: float, reachable: Callable[[str], bool], bytes_per_s: float | None) -> None:
+        """Begin a probe if it is time for one; such a rate is what we know so far."""
         due = self.next_s(now)
         if due is None or due > now:
             return
@@ -209,7 +225,7 @@ class Prober:
             self._peers.rotate(-1)
             if reachable(peer) and not self._probes.is_open(peer):
                 self._asked = peer
-                self._probes.knock(peer)
+                self._probes.knock(peer, size_for(bytes_per_s))
                 return
 
     def _waits(self) -> bool:

@@ -211,6 +211,11 @@ class HostRates(Generic[Flow]):
             return False
         return (acked - self._last[1]) / (now - self._last[0]) < UPLINK_FREE * self.up.rate
 
+    @property
+    def slower(self) -> float | None:
+        """The rate of the slower direction, of those that are known."""
+        return min((meter.rate for meter in (self.up, self.down) if meter.rate is not None), default=None)
+
     def probed(self, now: float, up: float | None, down: float | None) -> None:
         """What a probe showed, in either direction."""
         for meter, rate in ((self.up, up), (self.down, down)):

@@ -26,8 +26,8 @@ from mlfabric.runtime.tls import AnySocket, TlsSocket
 SCRATCH_BYTES = 4096
 # A link that is read as bytes come wakes us when so many are there, or the rest of the chunk.
 LOW_WATER_BYTES = 256 * 1024
-# While a probe comes we count often.
-PROBE_WATER_BYTES = 32 * 1024
+# While a probe comes we look so often at least, if it is left to us.
+PROBE_MARKS = 8
 # Handed to the kernel in one call.
 BATCH_BYTES = 512 * 1024
 BATCH_FRAMES = 16
@@ -246,11 +246,11 @@ class Link:
         self._header, self._place, self._target = None, None, memoryview(b"")
         self._traffic.count_received(self.peer, header.length)
         marks, self._marks = self._marks, []
-        self._board.received(self.peer, header, place, rate_of(marks))
+        self._board.received(self.peer, header, place, rate_of(marks, header.length))
 
     def _set_low_water(self, rests: bool) -> None:
         rest = len(self._target) - self._got if self._header is not None and not rests else 1
-        most = PROBE_WATER_BYTES if self._marks else LOW_WATER_BYTES
+        most = len(self._target) // PROBE_MARKS if self._marks else LOW_WATER_BYTES
         level = min(rest, most) if rest > SCRATCH_BYTES else 1
         if level != self._low_water:
             self._low_water = level

@@ -136,7 +136,7 @@ class Mesh:
             link = self._links.get(peer)
             held_back = link is None or link.limited or (self._pacer is not None and self._pacer.rate)
             self.rates.probed(now, None if held_back else up, down)
-        self._prober.turn(now, self._links.__contains__)
+        self._prober.turn(now, self._links.__contains__, self.rates.slower)
         self.flush()
         return bool(results)
 
