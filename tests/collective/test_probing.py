@@ -17,6 +17,7 @@ from mlfabric.collective.frames import (
 )
 from mlfabric.collective.probing import (
     ANSWER_S,
+    BETWEEN_S,
     GUEST_S,
     LEAST_PROBE_BYTES,
     PROBE_EVERY_S,
@@ -68,6 +69,7 @@ class Pair:
     def exchange(self, peer: str) -> None:
         for _ in range(2):
             self.carry("a", peer)
+            self.boards[peer].probes.tend(self.now, moving=False)
             self.carry(peer, "a")
 
 
@@ -135,8 +137,9 @@ def test_both_may_probe_each_other_at_once() -> None:
     other.probe(("a",))
     pair.turn()
     other.turn(pair.now, lambda peer: True, None)
-    for _ in range(2):
+    for _ in range(3):
         pair.exchange("b")
+        pair.boards["a"].probes.tend(pair.now, moving=False)
     assert pair.boards["a"].probes.results == [Probed("b", UP, DOWN)]
     assert pair.boards["b"].probes.results == [Probed("a", DOWN, UP)]
 
@@ -147,17 +150,38 @@ def test_who_is_probed_rests_not_until_it_has_answered() -> None:
     pair.prober.probe(("b",))
     pair.turn()
     pair.carry("a", "b")
+    assert not probes.awake
+    probes.tend(pair.now, moving=False)
     assert probes.awake
     pair.exchange("b")
     assert not probes.awake
     pair.now += PROBE_EVERY_S
     pair.turn()
     pair.carry("a", "b")  # it knocks, and nothing follows
-    probes.tend(pair.now)
-    probes.tend(pair.now + GUEST_S - 0.01)
+    probes.tend(pair.now, moving=False)
+    probes.tend(pair.now + GUEST_S - 0.01, moving=False)
     assert probes.awake
-    probes.tend(pair.now + GUEST_S + 0.01)
+    probes.tend(pair.now + GUEST_S + 0.01, moving=False)
     assert not probes.awake
+
+
+def test_a_probe_comes_between_operations_or_after_a_while_in_one() -> None:
+    pair = Pair()
+    probes = pair.boards["b"].probes
+    for moving_s, came in ((0.05, 0.05), (10.0, BETWEEN_S)):
+        pair.kinds.clear()
+        pair.now += PROBE_EVERY_S
+        pair.prober.probe(("b",))
+        pair.turn()
+        pair.carry("a", "b")
+        for tick in range(40):
+            past_s = tick / 100
+            probes.tend(pair.now + past_s, moving=past_s < moving_s)
+            pair.carry("b", "a")
+            if FrameKind.AWAKE in pair.kinds:
+                break
+        assert past_s == pytest.approx(came, abs=0.011)
+        pair.exchange("b")
 
 
 def test_a_lost_peer_begins_anew() -> None:
@@ -185,6 +209,7 @@ def test_an_answer_of_another_length_is_a_breach() -> None:
     pair.prober.probe(("b",))
     pair.turn()
     pair.carry("a", "b")
+    pair.boards["b"].probes.tend(pair.now, moving=False)
     pair.carry("b", "a")
     with pytest.raises(WireError):
         pair.boards["a"].place("b", FrameHeader(FrameKind.PROBED, 0, 0, 0, 0, 1000))
@@ -207,6 +232,7 @@ def test_no_frame_makes_room_for_more_than_the_longest_probe() -> None:
     for peer in ("b", "c"):
         knock = FrameHeader(FrameKind.KNOCK, 0, 0, 0, 0, 0)
         board.received(peer, knock, board.place(peer, knock))
+        board.probes.tend(0.0, moving=False)
         places.append(board.place(peer, FrameHeader(FrameKind.PROBE, 0, 0, 0, 0, MAX_PROBE_BYTES)))
     assert places[0] is not None
     assert places[1] is not None

@@ -1,9 +1,11 @@
 """Probes: how a node that takes part in no operation finds out about its own link. Pure: times are passed in.
 
-The prober knocks, so that the peer rests no more and reads what comes as it comes; the peer says that it is
-awake; the probe's bytes follow, and as many come back. Whoever receives them measures their rate; the answer
-brings the peer's figure along. Each of the two has at most one probe under way with the other: whatever else
-comes is a breach, and all bytes go to one place that nobody reads.
+The prober knocks. The peer says that it is awake when it moves no bytes of operations, or after a short while
+if it does all the time: a probe between them takes nothing from them, and they nothing from it. From then on
+it rests no more and reads what comes as it comes; the probe's bytes follow, and as many come back. Whoever
+receives them measures their rate; the answer brings the peer's figure along. Each of the two has at most one
+probe under way with the other: whatever else comes is a breach, and all bytes go to one place that nobody
+reads.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ from mlfabric.wire import WireError
 PROBE_EVERY_S = 0.25
 # A peer that has not answered by then is skipped; what it says later is heard, and counts for nothing.
 ANSWER_S = 2.0
-# A peer that knocked has sent its probe and got its answer by then, or we rest again.
+# Whoever is knocked at waits so long at most for the end of its operations.
+BETWEEN_S = 0.1
+# A peer that is told that we are awake has sent its probe and got its answer by then, or we rest again.
 GUEST_S = 0.5
 # A probe is as long as takes so many seconds, as far as is known, within bounds: what it takes from the peer
 # does not come back, and fewer bytes say little.
-PROBE_S = 0.008
-LEAST_PROBE_BYTES = 64 * 1024
+PROBE_S = 0.016
+LEAST_PROBE_BYTES = 128 * 1024
 UNKNOWN_BYTES = 256 * 1024
 # In the beginning of a probe, this part of it, TCP finds its window. The rate is that of what follows, if
 # it is not less than another such part.
@@ -80,6 +84,7 @@ class _Asked(Enum):
 class _Guest(Enum):
     """How far a peer's probe of us has come."""
 
+    KNOCKED = "it is to hear that we are awake"
     EXPECTED = "its bytes are to come"
     ANSWERED = "its answer is on its way out"
 
@@ -95,7 +100,8 @@ class Probes:
         self._lengths: dict[str, int] = {}  # of the probes that we asked for
         self._asked: dict[str, _Asked] = {}
         self._guests: dict[str, _Guest] = {}
-        self._until: dict[str, float] = {}  # guests that we don't rest for any more after that
+        self._knocked: dict[str, float | None] = {}  # when; None: just now
+        self._until: dict[str, float] = {}  # we don't rest for guests, until then
         self._to_send: dict[str, deque[bytes]] = {}  # headers, by peer
 
     # --- asking -----------------------------------------------------------------------------------------
@@ -123,16 +129,23 @@ class Probes:
         """Whether somebody's probe is about to come or being answered: whoever rests now spoils it."""
         return bool(self._until)
 
-    def tend(self, now: float) -> None:
-        """Wait no longer for those who have knocked and do nothing more."""
-        for peer, until in list(self._until.items()):
-            if until <= 0:
+    def tend(self, now: float, moving: bool) -> None:
+        """Let those come who have knocked, now if we move no bytes of operations or have for long enough; and
+        wait no longer for those who could and did not."""
+        for peer, at in list(self._knocked.items()):
+            if at is None:
+                self._knocked[peer] = at = now
+            if not moving or now >= at + BETWEEN_S:
+                del self._knocked[peer]
+                self._guests[peer] = _Guest.EXPECTED
                 self._until[peer] = now + GUEST_S
-            elif now >= until:
-                del self._until[peer]
+                self._urgent(peer, pack_header(FrameKind.AWAKE, 0, 0))
+        for peer in [peer for peer, until in self._until.items() if now >= until]:
+            del self._until[peer]
 
     def _leaves(self, peer: str) -> None:
         self._guests.pop(peer, None)
+        self._knocked.pop(peer, None)
         self._until.pop(peer, None)
 
     # --- frames -----------------------------------------------------------------------------------------
@@ -168,9 +181,8 @@ class Probes:
         self._check(peer, header)
         match header.kind:
             case FrameKind.KNOCK:
-                self._guests[peer] = _Guest.EXPECTED
-                self._until[peer] = 0.0
-                self._urgent(peer, pack_header(FrameKind.AWAKE, 0, 0))
+                self._guests[peer] = _Guest.KNOCKED
+                self._knocked[peer] = None
             case FrameKind.AWAKE:
                 self._asked[peer] = _Asked.SENT
                 self._send(peer, FrameKind.PROBE, self._lengths[peer])

@@ -129,8 +129,9 @@ class Mesh:
         """Take what probes showed and begin the next; whether something was learned."""
         probes = self.board.probes
         results, probes.results = probes.results, []
-        probes.tend(now)
+        probes.tend(now, bool(self.board.peers_in_use))
         if self.board.busy:
+            self.flush()
             return False
         for peer, up, down in results:
             link = self._links.get(peer)
