@@ -18,7 +18,7 @@ from statistics import median
 from typing import Final
 
 from mlfabric.messages import StepBroken, StepCalled, StepEnded, StepReady, StepsOver, StepsWithout
-from mlfabric.plan.allreduce import Participation, choose_participants
+from mlfabric.plan.allreduce import Participation, choose_participants, ring_time
 from mlfabric.roles.actions import Action, Note, Send
 from mlfabric.topology import Network
 
@@ -45,6 +45,8 @@ DOUBT_S: Final = 5.0
 # A step whose links turn out to be slow is broken off if it would take so many times as long as another one.
 WORTH_BREAKING: Final = 2.0
 WORTH_BREAKING_S: Final = 0.2
+# With so many others a worker that is left out measures its link.
+PROBED: Final = 4
 # Groups that are kept, by who is in them; workers keep as many.
 GROUPS_KEPT: Final = 8
 
@@ -61,7 +63,7 @@ class _Worker:
     size_bytes: int = 0
     since: float | None = None  # when it began to compute
     times: deque[float] = field(default_factory=lambda: deque(maxlen=TIMES_KEPT))
-    told_without: tuple[str, ...] = ()
+    told_without: frozenset[str] = frozenset()
     looks_on: bool = False  # it gives nothing: nobody waits for it
 
     def gives(self, step: int) -> bool:
@@ -158,13 +160,17 @@ class StepRoster:
     def _through(self, call: StepCalled, now: float) -> None:
         """A step has ended everywhere: was it as fast as its links were taken for?"""
         took_s = now - self._called_at
-        if call.joiners or call.step < 0 or took_s < SURPRISE * self._expected_s + SURPRISE_S:
+        if call.joiners or call.step < 0 or self._network is None:
+            return
+        # What was learned meanwhile may explain it.
+        expected_s = max(self._expected_s, self._plain_s(call.nodes))
+        if took_s < SURPRISE * expected_s + SURPRISE_S:
             return
         for name in call.nodes:
-            if name in self._hosts and self._network is not None:
+            if name in self._hosts:
                 host = self._hosts[name]
                 believed = _rate(self._network, host)
-                self._doubts[host] = _Doubt(believed, self._expected_s / took_s, now + DOUBT_S)
+                self._doubts[host] = _Doubt(believed, expected_s / took_s, now + DOUBT_S)
 
     def _break(self, step: int, reason: str) -> list[Action]:
         """A step failed somewhere: it will not end where it has not, and its group is over."""
@@ -226,7 +232,7 @@ class StepRoster:
         call = self._call
         if call is None or call.step < 0 or self._broken or len(self._running) < len(call.nodes):
             return []
-        left_s = self._weigh(call.nodes, now, everybody=True).step_s - (now - self._called_at)
+        left_s = self._plain_s(call.nodes) - (now - self._called_at)
         best = self._weigh(self._workers, now)
         if left_s < WORTH_BREAKING * best.step_s + WORTH_BREAKING_S:
             return []
@@ -285,18 +291,23 @@ class StepRoster:
         self._running = dict.fromkeys(members, name)
         self._broken = False
         for member in members if len(members) > 1 else []:
-            self._workers[member].told_without = ()
+            self._workers[member].told_without = frozenset()
         return [Send(member, "stepper", self._call) for member in members]
 
     def _without(self, chosen: Iterable[str], nodes: tuple[str, ...]) -> list[Action]:
-        """Those that are left out for their links hear of it once, and of whom they may measure them with."""
+        """Those whose links nobody sees at work hear whom to measure them with: the fastest of the others, as
+        a probe shows no more than the slower of two links."""
+        assert self._network is not None
+        network, hosts = self._network, self._hosts
+        fastest = sorted(self._workers, key=lambda name: (-_rate(network, hosts[name]), name))
         actions: list[Action] = []
         for name, worker in sorted(self._workers.items()):
-            alone = nodes == (name,)  # nothing it sends shows how fast its link is
-            if ((name not in nodes and name not in chosen) or alone) and worker.told_without != nodes:
-                worker.told_without = nodes
-                peers = tuple(sorted(self._workers)) if alone else nodes
-                actions.append(Send(name, "stepper", StepsWithout(peers)))
+            if (name in nodes and len(nodes) > 1) or (name not in nodes and name in chosen):
+                continue
+            peers = [other for other in fastest if hosts[other] != hosts[name]][:PROBED]
+            if peers and worker.told_without != frozenset(peers):
+                worker.told_without = frozenset(peers)
+                actions.append(Send(name, "stepper", StepsWithout(tuple(peers))))
         return actions
 
     # --- who is fast ------------------------------------------------------------------------------------
@@ -329,6 +340,12 @@ class StepRoster:
             half_worth=HALF_WORTH,
             overlapped=all(not worker.waits for worker in workers if worker.base is not None),
         )
+
+    def _plain_s(self, names: Iterable[str]) -> float:
+        """What a step takes that was not planned for the links as they are."""
+        assert self._network is not None
+        hosts = sorted({self._hosts[name] for name in names if name in self._hosts})
+        return ring_time(self._network, hosts, max(w.size_bytes for w in self._workers.values()))
 
     def _doubted(self, hosts: Iterable[str], now: float) -> Network:
         assert self._network is not None
