@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
@@ -107,9 +108,7 @@ class World:
                 case StepCalled() as call:
                     calls[call.group, call.step] = call
                 case StepBroken(group=group):
-                    self.at(
-                        self.now + LATENCY_S, lambda name=action.node, group=group: self.fail(name, group)
-                    )
+                    self.at(self.now + LATENCY_S, partial(self.fail, action.node, group))
                 case StepsWithout(peers=peers):
                     self.without.append((action.node, peers))
         for call in calls.values():
@@ -120,9 +119,7 @@ class World:
                 self.workers[name].running = call
             took = self.exchange_s(call)
             for name in call.nodes:
-                self.at(
-                    self.now + took, lambda name=name, call=call, number=number: self.end(name, call, number)
-                )
+                self.at(self.now + took, partial(self.end, name, call, number))
 
     def _check_call(self, call: StepCalled) -> None:
         for name in call.nodes:
@@ -209,9 +206,10 @@ class World:
         worker = self.workers[name]
         worker.alive = False
         call = worker.running
-        for other in call.nodes if call is not None else ():
-            if self.draw.random() < 0.5:
-                self.at(self.now + 0.01, lambda other=other, group=call.group: self.fail(other, group))
+        if call is not None:
+            for other in call.nodes:
+                if self.draw.random() < 0.5:
+                    self.at(self.now + 0.01, partial(self.fail, other, call.group))
         self.at(self.now + 0.05, self.look)
 
     def check(self) -> None:
@@ -221,6 +219,11 @@ class World:
             if other.holds == self.roster.step == one.holds:
                 assert one.sums == other.sums
         assert not alive or self.roster.current or not self.calls, "somebody is always current"
+
+    @property
+    def members(self) -> str:
+        """Of the last step."""
+        return "".join(self.calls[-1][1].nodes)
 
     @property
     def steps(self) -> int:
@@ -241,12 +244,12 @@ def test_all_begin_with_the_values_of_the_first_and_step_together() -> None:
 def test_a_slow_link_is_left_out_and_comes_back_when_it_is_fast() -> None:
     world = World({"a": FAST, "b": FAST, "c": FAST, "d": SLOW})
     world.run(3.0)
-    assert world.calls[-1][1].nodes == ("a", "b", "c")
+    assert world.members == "abc"
     assert [name for name, _ in world.without] == ["d"]
     held = world.workers["d"].holds
     world.set_rate("d", FAST)
     world.run(6.0)
-    assert world.calls[-1][1].nodes == ("a", "b", "c", "d")
+    assert world.members == "abcd"
     joined = [call for _, call in world.calls if call.joiners == ("d",)]
     assert len(joined) == 1
     assert joined[0].step > held + MAX_DELAY
@@ -274,7 +277,7 @@ def test_a_step_whose_link_turns_out_to_be_slow_is_made_by_the_others() -> None:
     world.set_rate("d", SLOW / 4)
     world.run(world.now + 1.0)
     assert world.steps > step + 3
-    assert world.calls[-1][1].nodes == ("a", "b", "c")
+    assert world.members == "abc"
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -315,4 +318,4 @@ def test_one_who_takes_part_no_more_is_not_waited_for() -> None:
     world.tell(world.workers["c"], StepsOver())
     world.workers["c"].alive = False
     world.run(3.0)
-    assert world.calls[-1][1].nodes == ("a", "b")
+    assert world.members == "ab"

@@ -13,8 +13,9 @@ torch = pytest.importorskip("torch", reason="torch is not installed here")
 
 import mlfabric as mf  # noqa: E402
 from mlfabric.api import Fabric  # noqa: E402
+from mlfabric.errors import FabricError  # noqa: E402
 from mlfabric.torch.training import Training, join  # noqa: E402
-from tests.torch.test_training import batches, judged, loss_of, make_model  # noqa: E402
+from tests.torch.test_training import alone, batches, judged, loss_of, make_model  # noqa: E402
 
 OPTIMIZER = ("SGD", {"lr": 0.01, "momentum": 0.9})
 
@@ -124,3 +125,60 @@ def test_workers_at_the_same_step_hold_the_same_bits_while_one_straggles_and_one
     assert party.common_bits() > 10
     judge = batches(50, 4)
     assert judged(party.models[0], judge) < 0.8 * judged(make_model(0), judge)
+
+
+@pytest.mark.parametrize("optimizer", [OPTIMIZER, ("Adam", {"lr": 0.01})], ids=["SGD", "Adam"])
+def test_one_worker_alone_steps_as_plain_pytorch_does(optimizer: tuple[str, dict[str, Any]]) -> None:
+    plain, model = make_model(), make_model()
+    stepper = getattr(torch.optim, optimizer[0])(plain.parameters(), **optimizer[1])
+    with join(model, optimizer, "fastest", **alone()) as training:
+        for batch in batches(1, 15):
+            loss_of(model, batch).backward()
+            training.step()
+            stepper.zero_grad()
+            loss_of(plain, batch).backward()
+            stepper.step()
+        assert training.version == training.committed == 15
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", [OPTIMIZER, ("Adam", {"lr": 0.01})], ids=["SGD", "Adam"])
+def test_a_newcomer_gets_model_and_optimizer_state_from_those_who_train(
+    optimizer: tuple[str, dict[str, Any]],
+) -> None:
+    first, second = make_model(1), make_model(2)
+    seen: list[dict[int, str]] = [{}, {}]
+    through = threading.Event()
+
+    def train(training: Training, model: Any, rank: int, steps: int) -> None:
+        for batch in batches(rank, steps):
+            if rank == 0 and through.is_set():
+                break
+            loss_of(model, batch).backward()
+            training.step()
+            seen[rank][training.version] = digest(model)
+
+    with join(first, optimizer, "fastest", **alone()) as training:
+        train(training, first, 0, 5)
+        goes_on = threading.Thread(target=train, args=(training, first, 0, 3000), daemon=True)
+        goes_on.start()
+        where = training.fabric.address
+        with join(second, optimizer, "fastest", address=where, name="w1", host="h1") as newcomer:
+            assert newcomer.version > 5
+            train(newcomer, second, 1, 20)
+            assert newcomer.committed > 10
+        through.set()
+        goes_on.join(20)
+        assert not goes_on.is_alive()
+    common = seen[0].keys() & seen[1].keys()
+    assert len(common) > 10
+    assert all(seen[0][version] == seen[1][version] for version in common)
+
+
+@pytest.mark.parametrize(
+    ("wish", "words"), [({"pull": "alongside"}, "alongside"), ({"max_delay": "none"}, "steps")]
+)
+def test_what_has_no_meaning_among_the_fastest_is_refused(wish: dict[str, Any], words: str) -> None:
+    with pytest.raises(FabricError, match=words):
+        join(make_model(), OPTIMIZER, "fastest", **wish, **alone())

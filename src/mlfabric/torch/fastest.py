@@ -66,6 +66,7 @@ class Fastest:
         importlib.import_module("torch._dynamo")
         self._base = -1
         self._began = 0.0
+        self._stepped = False
         self._join()
 
     @property
@@ -78,7 +79,9 @@ class Fastest:
     def step(self, take: Callable[[], Vector], scaled: bool) -> None:
         """Give the gradient that `take` gives to a step, and go on with the model that comes of it."""
         self._scaled = scaled
-        computed_s = time.monotonic() - self._began
+        # The first time is not like the others: much is done for the first time.
+        computed_s = time.monotonic() - self._began if self._stepped else None
+        self._stepped = True
         if self._overlapped:
             self._wait(lambda: self._steps.offer is None)
         gradient = self._gradient
