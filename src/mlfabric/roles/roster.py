@@ -42,8 +42,9 @@ SETTLE_S: Final = 3.0
 SURPRISE: Final = 2.0
 SURPRISE_S: Final = 0.1
 DOUBT_S: Final = 5.0
-# A step whose links turn out to be slow is broken off if it would take so many times as long as another one.
-WORTH_BREAKING: Final = 2.0
+# A step whose links turn out to be slow is broken off if so many times as much can be done instead, and by so
+# much sooner: whoever is not in it has to join again.
+WORTH_BREAKING: Final = 1.5
 WORTH_BREAKING_S: Final = 0.2
 # With so many others a worker that is left out measures its link.
 PROBED: Final = 4
@@ -234,7 +235,11 @@ class StepRoster:
             return []
         left_s = self._plain_s(call.nodes) - (now - self._called_at)
         best = self._weigh(self._workers, now)
-        if left_s < WORTH_BREAKING * best.step_s + WORTH_BREAKING_S:
+        if not self._knows_times or left_s < best.step_s + WORTH_BREAKING_S:
+            return []
+        # The same gradients in another step, and what more is done until this one would be through.
+        instead = _worth(len(best.participants)) + best.pace * (left_s - best.step_s)
+        if instead < WORTH_BREAKING * _worth(len(call.nodes)):
             return []
         return self._break(call.step, f"it would take {left_s:.2f} s more, another one {best.step_s:.2f} s")
 
@@ -261,11 +266,9 @@ class StepRoster:
         if not givers:
             return actions
         feeders = [name for name in givers if self._workers[name].applied == step]
-        joiners = [
-            name
-            for name in sorted(self._workers)
-            if feeders and name in chosen and name not in members and self._joinable(name, step)
-        ]
+        absent = [name for name in self._by_rate() if name in chosen and name not in members]
+        # No more than those who feed them, the fastest first: soon they feed others themselves.
+        joiners = sorted([name for name in absent if self._joinable(name, step)][: len(feeders)])
         givers += [name for name in joiners if self._workers[name].gives(step)]
         nodes = sorted([*members, *joiners])
         self._called_at, self._expected_s = now, self._weigh(nodes, now, everybody=True).step_s
@@ -297,9 +300,7 @@ class StepRoster:
     def _without(self, chosen: Iterable[str], nodes: tuple[str, ...]) -> list[Action]:
         """Those whose links nobody sees at work hear whom to measure them with: the fastest of the others, as
         a probe shows no more than the slower of two links."""
-        assert self._network is not None
-        network, hosts = self._network, self._hosts
-        fastest = sorted(self._workers, key=lambda name: (-_rate(network, hosts[name]), name))
+        hosts, fastest = self._hosts, self._by_rate()
         actions: list[Action] = []
         for name, worker in sorted(self._workers.items()):
             if (name in nodes and len(nodes) > 1) or (name not in nodes and name in chosen):
@@ -314,7 +315,7 @@ class StepRoster:
 
     def _choose(self, now: float) -> tuple[list[Action], frozenset[str]]:
         """Those whose taking part makes the steps worth most, by what is known of the links."""
-        if not any(worker.times for worker in self._workers.values()):
+        if not self._knows_times:
             return [], frozenset(self._workers)
         best = self._weigh(self._workers, now)
         if self._chosen and self._chosen <= self._workers.keys():
@@ -325,6 +326,11 @@ class StepRoster:
         chosen = frozenset(name for name in self._workers if self._hosts[name] in inside)
         changed, self._chosen = chosen != self._chosen, chosen
         return ([Note("chosen", f"{', '.join(sorted(chosen))}: {best.reason}")] if changed else []), chosen
+
+    @property
+    def _knows_times(self) -> bool:
+        """Whether it is known how long anybody computes: else all take part."""
+        return any(worker.times for worker in self._workers.values())
 
     def _weigh(self, names: Iterable[str], now: float, everybody: bool = False) -> Participation:
         """Whom of these to take for a step, and what it takes then; `everybody`: with all of them."""
@@ -340,6 +346,12 @@ class StepRoster:
             half_worth=HALF_WORTH,
             overlapped=all(not worker.waits for worker in workers if worker.base is not None),
         )
+
+    def _by_rate(self) -> list[str]:
+        """All workers, the fastest first."""
+        assert self._network is not None
+        network, hosts = self._network, self._hosts
+        return sorted(self._workers, key=lambda name: (-_rate(network, hosts[name]), name))
 
     def _plain_s(self, names: Iterable[str]) -> float:
         """What a step takes that was not planned for the links as they are."""
@@ -374,6 +386,10 @@ class StepRoster:
         if worker.since is None or typical_s is None:
             return None
         return worker.since + OVERDUE * typical_s + GRACE_S
+
+
+def _worth(gradients: int) -> float:
+    return gradients / (gradients + HALF_WORTH)
 
 
 def _rate(network: Network, host: str) -> float:
