@@ -60,6 +60,9 @@ class Keeper:
     def form_group(self, number: int, name: str, nodes: tuple[str, ...]) -> None:
         pass
 
+    def probe_links(self, peers: tuple[str, ...]) -> None:
+        pass
+
     def adopt_shares(self, shares: SharesPlanned) -> None:
         pass
 

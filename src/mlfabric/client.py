@@ -27,6 +27,9 @@ from mlfabric.events import (
     LeaveRequested,
     PublishRequested,
     PullRequested,
+    StepCarriedOut,
+    TrainingEnded,
+    TrainingReported,
     UpdateSubmitted,
 )
 from mlfabric.groupcalls import Answer, GroupCalls, Groups, OperationCall
@@ -35,7 +38,9 @@ from mlfabric.node import Node
 from mlfabric.numerics import Layout, Vector
 from mlfabric.roles.actions import (
     Action,
+    CarryOutStep,
     FailJob,
+    GiveUpStep,
     JobBecameReady,
     RefuseNew,
     ResolveDurable,
@@ -153,6 +158,9 @@ class Client:
         self.gone = threading.Event()  # nothing more will come
         self.lost: list[str] = []
         self.rule_spec = RuleSpec("Sum")
+        self.steps: Callable[[CarryOutStep | GiveUpStep | FailJob], None] | None = (
+            None  # who carries out steps
+        )
 
     # --- calls ------------------------------------------------------------------------------------------
 
@@ -234,6 +242,9 @@ class Client:
     def empty(self, elements: int, dtype: Any) -> Vector:
         return self._courier.empty(elements, dtype)
 
+    def tell_stepper(self, event: TrainingReported | StepCarriedOut | TrainingEnded) -> None:
+        self._courier.post("stepper", event)
+
     # --- groups -----------------------------------------------------------------------------------------
 
     def all_reduce(self, array: Vector, combine: str = "sum") -> OperationCall:
@@ -300,6 +311,9 @@ class Client:
                 self._answer(f"durable/{update}", None, error)
             case ResolvePull():
                 self._pulled(action)
+            case CarryOutStep() | GiveUpStep():
+                if self.steps is not None:
+                    self.steps(action)
             case RefuseNew(reason=reason):
                 self.refused = reason
             case FailJob(reason=reason):
@@ -307,6 +321,8 @@ class Client:
                 self.gone.set()
                 for key in list(self._answers):
                     self._answer(key, None, reason)
+                if self.steps is not None:
+                    self.steps(action)
 
         self.groups.resolve(action)
 

@@ -151,6 +151,28 @@ class FlowsMeasured(Event, frozen=True):
     down_bytes_per_s: float | None = None
 
 
+class TrainingReported(Event, frozen=True):
+    """Where this worker's training stands, in the words of `messages.StepReady`."""
+
+    applied: int
+    base: int | None = None
+    until: int = -1
+    waits: bool = False
+    size_bytes: int = 0
+    computed_s: float | None = None
+
+
+class StepCarriedOut(Event, frozen=True):
+    """The step that was called is over here; `error`: without the sum."""
+
+    step: int
+    error: str | None = None
+
+
+class TrainingEnded(Event, frozen=True):
+    """This worker takes no part in steps any more."""
+
+
 class DrainRequested(Event, frozen=True):
     """The node wants to leave once nothing needs it."""
 

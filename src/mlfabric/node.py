@@ -59,6 +59,7 @@ from mlfabric.roles.actions import (
     MeasureStep,
     MemberSettings,
     Note,
+    ProbeLinks,
     RefuseTransfer,
     RenewLease,
     ReplicaSettings,
@@ -78,6 +79,7 @@ from mlfabric.roles.participant import Participant
 from mlfabric.roles.replica import Replica
 from mlfabric.roles.scheduler import Scheduler
 from mlfabric.roles.server import Server
+from mlfabric.roles.stepper import Stepper
 from mlfabric.roles.worker import Worker
 
 # Transfers whose refusal may still come: what the kernel can hold of them is sent within a round trip.
@@ -89,6 +91,7 @@ ROLE_TYPES: dict[str, tuple[type[Any], type[Any]]] = {
     "worker": (Worker, WorkerSettings),
     "aggregator": (Aggregator, WorkerSettings),
     "participant": (Participant, WorkerSettings),
+    "stepper": (Stepper, WorkerSettings),
     "server": (Server, ServerSettings),
     "replica": (Replica, ReplicaSettings),
     "scheduler": (Scheduler, SchedulerSettings),
@@ -127,6 +130,7 @@ class Driver(Protocol):
     def cancel_transfer(self, transfer: str) -> None: ...
     def form_group(self, number: int, name: str, nodes: tuple[str, ...]) -> None: ...
     def adopt_shares(self, shares: SharesPlanned) -> None: ...
+    def probe_links(self, peers: tuple[str, ...]) -> None: ...
     def observe(self, message: Members | HeartbeatSeen | NodeLost) -> None:
         """Membership news that the driver itself needs: addresses, the clock, who is gone."""
         ...
@@ -326,6 +330,8 @@ class Node:
                 self._driver.form_group(number, name, nodes)
             case AdoptShares(shares=shares):
                 self._driver.adopt_shares(shares)
+            case ProbeLinks(peers=peers):
+                self._driver.probe_links(peers)
             case StopRole(role=name):
                 self._stop_role(name, cause)
             case FollowScheduler(scheduler=scheduler, term=term):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -18,9 +18,18 @@ class Host:
 
     now: float = 0.0
     flows: list[FlowState] = field(default_factory=lambda: [FlowState(0, 0, 0, 0) for _ in range(7)])
-    rates: HostRates = field(default_factory=HostRates)
-    pressed: list[bool] = field(default_factory=list)
+    rates: HostRates[int] = field(default_factory=HostRates)
+    pressed: set[int] = field(default_factory=set)
     held_back: bool = False
+
+    def look(self) -> None:
+        flows = {index: replace(flow) for index, flow in enumerate(self.flows)}
+        self.pressed = self.rates.look(self.now, flows, self.held_back)
+
+    def use(self, *indices: int) -> None:
+        """Operations are among us and these peers from now on."""
+        for index, flow in enumerate(self.flows):
+            flow.used = index in indices
 
     def send(self, seconds: float, rate: float, backlogged: int, jitter: bool = False) -> float:
         """Send at a rate with so many flows held back; when the scheduler would have been told."""
@@ -35,7 +44,7 @@ class Host:
                 flow.waiting_bytes = 2 * BACKLOG_BYTES if waits else 0
                 if waits:
                     flow.acked_bytes += int(rate * factor * TICK_S / backlogged)
-            self.pressed = self.rates.look(self.now, self.flows, self.held_back)
+            self.look()
             if self.rates.news(self.now) is not None and math.isnan(told):
                 told = self.now - began
         return told
@@ -47,7 +56,7 @@ class Host:
                 flow.received_bytes += int(rate * TICK_S / 7)
                 flow.pressed_by_peer = index < pressing
                 flow.waiting_bytes = 0
-            self.rates.look(self.now, self.flows)
+            self.look()
 
 
 def test_a_full_uplink_is_learned() -> None:
@@ -67,7 +76,7 @@ def test_what_we_hold_back_ourselves_says_nothing_about_links() -> None:
     host.send(5.0, SLOW, backlogged=7)
     assert host.rates.up.rate == pytest.approx(FAST, rel=0.01)
     host.send(1.0, SLOW, backlogged=2)
-    assert not any(host.pressed)
+    assert not host.pressed
 
 
 @pytest.mark.parametrize("factor", [0.25, 4.0])
@@ -89,7 +98,7 @@ def test_one_slow_receiver_is_not_our_uplinks_fault() -> None:
     host.send(0.5, FAST, backlogged=7)
     host.send(1.0, SLOW, backlogged=1)
     assert host.rates.up.rate == pytest.approx(FAST, rel=0.01)
-    assert host.pressed == [True] + [False] * 6, "it is told, and nobody else"
+    assert host.pressed == {0}, "it is told, and nobody else"
 
 
 def test_a_receiver_most_are_pressed_by_knows_its_downlink() -> None:
@@ -161,11 +170,144 @@ def test_a_starved_process_blames_no_link() -> None:
         for flow in host.flows:
             flow.busy_us += round(TICK_S * 0.5e6)
             flow.acked_bytes += int(SLOW * TICK_S / 7)
-        host.rates.look(host.now, host.flows)
+        host.look()
     for _ in range(40):
         host.now += 0.1  # looks come late
         for flow in host.flows:
             flow.busy_us += 100_000
             flow.acked_bytes += int(SLOW * 0.1 / 7)
-        host.rates.look(host.now, host.flows)
+        host.look()
     assert host.rates.up.rate == pytest.approx(FAST, rel=0.01)
+
+
+# --- operations among a few of the hosts ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("peers", [2, 3])
+def test_a_small_groups_flows_tell_of_the_uplink_though_other_links_are_idle(peers: int) -> None:
+    host = Host()
+    host.use(*range(peers))
+    host.send(1.0, FAST, backlogged=peers)
+    assert host.rates.up.rate == pytest.approx(FAST, rel=0.01)
+    assert host.send(0.5, SLOW, backlogged=peers) <= 0.2 + TICK_S
+    assert host.rates.up.rate == pytest.approx(SLOW, rel=0.05)
+
+
+@pytest.mark.parametrize("peers", [2, 3])
+def test_a_small_groups_peers_tell_of_the_downlink_if_all_are_pressed(peers: int) -> None:
+    host = Host()
+    host.use(*range(peers))
+    host.receive(1.0, SLOW, pressing=peers - 1)
+    assert host.rates.down.rate is None
+    host.receive(1.0, SLOW, pressing=peers)
+    assert host.rates.down.rate == pytest.approx(SLOW, rel=0.01)
+
+
+def test_one_slow_peer_of_two_is_told_and_our_uplink_not_blamed() -> None:
+    host = Host()
+    host.use(0, 1)
+    host.send(1.0, FAST, backlogged=2)
+    host.send(1.0, SLOW, backlogged=1)
+    assert host.rates.up.rate == pytest.approx(FAST, rel=0.01)
+    assert host.pressed == {0}
+
+
+def test_between_two_hosts_nobody_is_blamed() -> None:
+    host = Host()
+    host.send(1.0, FAST, backlogged=7)
+    host.use(0)
+    host.send(1.0, SLOW, backlogged=1)
+    host.receive(1.0, SLOW, pressing=1)
+    assert host.rates.up.rate == pytest.approx(FAST, rel=0.01)
+    assert host.rates.down.rate is None
+
+
+def test_between_two_hosts_what_a_link_carries_it_can_carry() -> None:
+    host = Host()
+    host.send(1.0, SLOW, backlogged=7)
+    host.use(0)
+    host.send(0.3, FAST, backlogged=1)
+    assert host.rates.up.rate == pytest.approx(FAST, rel=0.01)
+
+
+def test_flows_no_operation_uses_do_not_count() -> None:
+    """Messages wait for three peers, operations for none."""
+    host = Host()
+    host.use(3, 4, 5, 6)
+    host.send(1.0, SLOW, backlogged=3)
+    assert host.rates.up.rate is None
+
+
+def test_another_groups_flows_begin_a_sample_of_their_own() -> None:
+    host = Host()
+    host.send(1.0, FAST, backlogged=7)
+    for turn in range(40):  # groups follow each other faster than a sample takes
+        host.use(*((0, 1) if turn % 2 else (0, 1, 2)))
+        host.send(2 * TICK_S, SLOW, backlogged=2)
+    assert host.rates.up.rate == pytest.approx(FAST, rel=0.01)
+    host.use(0, 1)
+    host.send(0.5, SLOW, backlogged=2)
+    assert host.rates.up.rate == pytest.approx(SLOW, rel=0.05)
+
+
+def test_a_link_that_comes_or_goes_is_no_jump_of_the_rate() -> None:
+    host = Host()
+    host.send(1.0, FAST, backlogged=7)
+    host.flows[6] = FlowState(10**10, 10**10, 0, 0)  # a new one in its place has carried much before
+    lost = host.flows.pop()
+    host.send(1.0, FAST, backlogged=6)
+    assert host.rates.up.rate == pytest.approx(FAST, rel=0.01)
+    host.flows.append(lost)
+    host.send(1.0, FAST, backlogged=7)
+    assert host.rates.up.rate == pytest.approx(FAST, rel=0.01)
+
+
+# --- probes -----------------------------------------------------------------------------------------------
+
+
+def probe(rates: HostRates[int], now: float, *seen: float) -> float:
+    for rate in seen:
+        now += 0.25
+        rates.probed(now, rate, None)
+    return now
+
+
+def test_probes_of_busy_peers_read_low_so_the_best_of_three_counts() -> None:
+    rates: HostRates[int] = HostRates()
+    now = probe(rates, 0.0, FAST / 3, FAST)
+    assert rates.up.rate is None, "two are not enough to begin with"
+    now = probe(rates, now, FAST / 2)
+    assert rates.up.rate == FAST
+    probe(rates, now, FAST / 3, FAST / 2, FAST, FAST / 3, FAST / 3, FAST)
+    assert rates.up.rate == FAST
+    assert rates.down.rate is None
+
+
+def test_a_probe_that_comes_through_faster_is_believed_at_once_and_told() -> None:
+    rates: HostRates[int] = HostRates()
+    now = probe(rates, 0.0, SLOW, SLOW, SLOW)
+    assert rates.news(now) == (SLOW, None)
+    now = probe(rates, now, FAST)
+    assert rates.news(now) == (FAST, None)
+
+
+def test_a_fall_takes_three_probes_in_a_row() -> None:
+    rates: HostRates[int] = HostRates()
+    now = probe(rates, 0.0, FAST, FAST, FAST, SLOW, SLOW)
+    assert rates.up.rate == FAST
+    now = probe(rates, now, SLOW)
+    assert rates.up.rate == SLOW
+    assert rates.news(now) == (SLOW, None)
+
+
+def test_probes_from_before_a_pause_do_not_count() -> None:
+    rates: HostRates[int] = HostRates()
+    now = probe(rates, 0.0, FAST, FAST, FAST, SLOW, SLOW)
+    probe(rates, now + 3, SLOW)
+    assert rates.up.rate == FAST
+
+
+def test_small_differences_of_probes_are_noise() -> None:
+    rates: HostRates[int] = HostRates()
+    probe(rates, 0.0, FAST, FAST, FAST, 1.1 * FAST, 0.9 * FAST, 0.9 * FAST, 0.9 * FAST)
+    assert rates.up.rate == FAST

@@ -22,6 +22,8 @@ _PRESSED: Final = 1
 
 MAX_ANNOUNCEMENT_BYTES: Final = 2**20
 MAX_CHUNK_BYTES: Final = 8 * 2**20
+# No probe is longer.
+MAX_PROBE_BYTES: Final = 512 * 1024
 
 
 class FrameKind(IntEnum):
@@ -35,6 +37,10 @@ class FrameKind(IntEnum):
     MESSAGE = 8  # the bytes of an accepted message, or a small one unasked
     LEFT = 9  # the sender is in the group no more; all it had to send came before
     ADOPTED = 10  # the sender holds a plan, whose number is in the place of the offset
+    KNOCK = 11  # a probe is about to come: be awake for it
+    AWAKE = 12  # it may come
+    PROBE = 13  # bytes whose rate the receiver measures
+    PROBED = 14  # as many bytes back; what was measured, in bytes per second, is in the place of the offset
 
 
 class FrameHeader(NamedTuple):
@@ -107,7 +113,12 @@ _LONGEST: Final = dict.fromkeys(FrameKind, MAX_CHUNK_BYTES) | {
     FrameKind.ACCEPT: 0,
     FrameKind.LEFT: 0,
     FrameKind.ADOPTED: 0,
+    FrameKind.KNOCK: 0,
+    FrameKind.AWAKE: 0,
+    FrameKind.PROBE: MAX_PROBE_BYTES,
+    FrameKind.PROBED: MAX_PROBE_BYTES,
 }
+PROBE_KINDS: Final = (FrameKind.KNOCK, FrameKind.AWAKE, FrameKind.PROBE, FrameKind.PROBED)
 
 
 def unpack_header(buffer: memoryview | bytes | bytearray, at: int = 0) -> FrameHeader:

@@ -11,10 +11,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mlfabric.collective.exchange import Pending
-from mlfabric.collective.frames import FrameHeader, FrameKind, decode_announcement, pack_header
+from mlfabric.collective.frames import (
+    PROBE_KINDS,
+    FrameHeader,
+    FrameKind,
+    decode_announcement,
+    pack_header,
+)
 from mlfabric.collective.group import Done, Group, Running
 from mlfabric.collective.mailbox import MessageChunk, Outgoing, Received, Wanted
 from mlfabric.collective.operations import Operation
+from mlfabric.collective.probing import Probes
 from mlfabric.collective.routes import Shares
 from mlfabric.collective.staging import Staging
 from mlfabric.errors import FabricError
@@ -31,6 +38,7 @@ class OutFrame:
     group: Group | None = None
     sequence: int = 0
     pending: Pending | MessageChunk | None = None
+    probed: str = ""  # the peer, of a probe or its answer
 
 
 class CallListener(Protocol):
@@ -52,6 +60,7 @@ class Switchboard:
         self._message_turn: set[str] = set()  # peers whose next frame is a message's, if there is one
         self._strays: dict[int, list[tuple[str, FrameHeader, memoryview]]] = {}
         self.woken: set[str] = set()  # peers that something can be sent to now
+        self.probes = Probes(self._put)
 
     # --- groups and calls -------------------------------------------------------------------------------
 
@@ -62,14 +71,16 @@ class Switchboard:
         rank = nodes.index(self.node)
 
         def urgent(to: int, frame: bytes) -> None:
-            peer = nodes[to]
-            self._urgent.setdefault(peer, deque()).append(frame)
-            self.woken.add(peer)
+            self._put(nodes[to], frame)
 
         group = self.groups[number] = Group(number, name, nodes, rank, urgent, self._staging)
         for peer, header, payload in self._strays.pop(number, []):
             self.received(peer, header, payload)
         return group
+
+    def _put(self, peer: str, frame: bytes) -> None:
+        self._urgent.setdefault(peer, deque()).append(frame)
+        self.woken.add(peer)
 
     def adopt(self, shares: SharesPlanned) -> None:
         """Have a group's new plan."""
@@ -151,8 +162,16 @@ class Switchboard:
         return bool(self._order)
 
     @property
+    def peers_in_use(self) -> set[str]:
+        """The peers of all operations whose bytes are on their way."""
+        groups = {entry[0].number: entry[0] for entry in self._order if entry[1].exchange is not None}
+        return {node for group in groups.values() for node in group.nodes} - {self.node}
+
+    @property
     def bulk_to_come(self) -> int:
         """Bytes that are still to come, if all that runs is large; 0 where something small waits too."""
+        if self.probes.awake:
+            return 0
         total = 0
         for _, running in self._order:
             if running.operation.eager:
@@ -168,6 +187,9 @@ class Switchboard:
         urgent = self._urgent.get(peer)
         if urgent:
             return OutFrame(urgent.popleft())
+        probe = self.probes.next_frame(peer)
+        if probe is not None:
+            return OutFrame(*probe, probed=peer)
         if peer in self._message_turn:
             frame = self._next_message(peer)
             if frame is not None:
@@ -205,6 +227,8 @@ class Switchboard:
 
     def sent(self, frame: OutFrame) -> None:
         group = frame.group
+        if frame.probed:
+            self.probes.sent(frame.probed, frame.head)
         if frame.pending is None or group is None:
             return
         if isinstance(frame.pending, MessageChunk):
@@ -217,6 +241,8 @@ class Switchboard:
 
     def place(self, peer: str, header: FrameHeader) -> memoryview | None:
         """Where the bytes that follow a header go; None: nowhere, let them pass."""
+        if header.kind in PROBE_KINDS:
+            return self.probes.place(peer, header)
         if header.group in self._dissolved:
             return None
         group = self.groups.get(header.group)
@@ -228,8 +254,14 @@ class Switchboard:
             return group.mailbox.place(group.nodes.index(peer), header)
         return memoryview(bytearray(header.length))
 
-    def received(self, peer: str, header: FrameHeader, payload: memoryview | None) -> None:
-        """A frame is complete; `payload` is what `place` gave for it."""
+    def received(
+        self, peer: str, header: FrameHeader, payload: memoryview | None, bytes_per_s: int = 0
+    ) -> None:
+        """A frame is complete; `payload` is what `place` gave for it. How fast it came counts for probes."""
+        if header.kind in PROBE_KINDS:
+            self.probes.received(peer, header, bytes_per_s)
+            self.woken.add(peer)
+            return
         group = self.groups.get(header.group)
         if group is None:
             if payload is not None:
@@ -262,6 +294,7 @@ class Switchboard:
     def lost(self, peer: str, reason: str) -> None:
         """A peer is gone: every group it is in ends."""
         self._urgent.pop(peer, None)
+        self.probes.forget(peer)
         for group in self.groups.values():
             rank = group.ranks.get(peer)
             if rank is not None:

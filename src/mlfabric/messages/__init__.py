@@ -74,6 +74,7 @@ from mlfabric.messages.operating import (
     StatusWanted,
 )
 from mlfabric.messages.pulls import Hop, PullFailed, PullServed, PullWanted, ServePull, split_onward
+from mlfabric.messages.steps import StepBroken, StepCalled, StepEnded, StepReady, StepsOver, StepsWithout
 from mlfabric.messages.succession import NewTerm, Register, Rejoin, Reported, VoteGiven, VoteWanted
 from mlfabric.messages.transfers import (
     Aggregate,
@@ -145,6 +146,7 @@ ControlMessage = (
     | Replicate | ReplicaHas | DurableWanted | UpdateDurable
     | PullWanted | ServePull | PullServed | PullFailed
     | GroupWanted | GroupFormed | GroupPending | GroupFailed | GroupHeld | SharesPlanned
+    | StepReady | StepEnded | StepsOver | StepCalled | StepBroken | StepsWithout
 )  # fmt: skip
 
 
@@ -155,6 +157,7 @@ ORDERS: Final = (
     PublishFirst, PublishRefused, JobReady, LeadShard, FollowShard, ReplicaAssigned, Promote, LeaderChanged,
     JobFailed, Grant, JudgeUpdate, DropUpdate, OfferAgain, Sequence, GatherGroup, LeaveOut, WithdrawSlot,
     SettleSlot, Replicate, ServePull, PullFailed, GroupFormed, GroupPending, GroupFailed, SharesPlanned,
+    StepCalled, StepBroken, StepsWithout,
 )  # fmt: skip
 
 __all__ = [
@@ -249,7 +252,13 @@ __all__ = [
     "SlotWithdrawn",
     "StatusReport",
     "StatusWanted",
+    "StepBroken",
+    "StepCalled",
     "StepDown",
+    "StepEnded",
+    "StepReady",
+    "StepsOver",
+    "StepsWithout",
     "TransferAbout",
     "TransferHeader",
     "TransferRefused",

@@ -341,6 +341,7 @@ class Participation:
     left_out: tuple[tuple[str, str], ...]  # host, reason
     step_s: float  # until the sum is everywhere, from now
     reason: str
+    pace: float = 0.0  # what was weighed: the worth of a step by the time it takes
 
 
 def choose_participants(
@@ -352,12 +353,16 @@ def choose_participants(
     max_left_out: int = 1,
     compute_s: float = 0.0,
     least: int | None = None,
+    half_worth: float | None = None,
+    overlapped: bool = False,
 ) -> Participation:
     """Leave out the hosts that cost more than they bring: most updates per second of step time.
 
     `ready_s` says in how many seconds each host's update will be there (stragglers), `steps_left_out` how
     often each was left out just before; who reached `max_left_out` takes part, whatever it costs. A step also
-    takes `compute_s` that no choice changes; at least `least` take part, half of the workers if not given.
+    takes `compute_s` that no choice changes, before the exchange or, `overlapped`, beside it. At least
+    `least` take part, half of the workers if not given. With `half_worth` updates count for less the more
+    they are: a step of so many is worth half of what one of infinitely many would be.
     """
     ready = ready_s or {}
     missed = steps_left_out or {}
@@ -380,10 +385,12 @@ def choose_participants(
         if count < max(len(must), min(fewest, len(must) + len(free))):
             continue
         step_s = wait_s + _least_time(count, slowest, up, down, size_bytes)
-        pace = count / (compute_s + step_s) if compute_s + step_s > 0 else INF
+        took_s = max(compute_s, step_s) if overlapped else compute_s + step_s
+        worth = count if half_worth is None else count / (count + half_worth)
+        pace = worth / took_s if took_s > 0 else INF
         if best is None or pace >= best[0]:
             best = (pace, count - len(must), step_s)
-    _, extra, step_s = best or (0.0, 0, 0.0)
+    pace, extra, step_s = best or (0.0, 0, 0.0)
     left_out = tuple(
         (name, f"alone it takes {format_time(alone_s(name))}, the step without it {format_time(step_s)}")
         for name in sorted(free[extra:])
@@ -396,4 +403,4 @@ def choose_participants(
     )
     if must:
         reason += f"; {', '.join(must)} must take part, left out {max_left_out} times in a row or more"
-    return Participation(inside, left_out, step_s, reason)
+    return Participation(inside, left_out, step_s, reason, pace)

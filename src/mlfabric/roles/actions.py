@@ -19,6 +19,7 @@ from mlfabric.messages import (
     RuleSpec,
     ShardRange,
     SharesPlanned,
+    StepCalled,
     StepSettings,
     TransferAbout,
     Version,
@@ -255,6 +256,25 @@ class GroupWaits(Action, frozen=True):
 
     name: str
     missing: tuple[str, ...]
+
+
+class CarryOutStep(Action, frozen=True):
+    """Have the application take part in a step."""
+
+    call: StepCalled
+
+
+class GiveUpStep(Action, frozen=True):
+    """A step that the application may be at will not end."""
+
+    group: str
+    reason: str
+
+
+class ProbeLinks(Action, frozen=True):
+    """See how fast this host's links are, with a few bytes to and from these peers; none: not any more."""
+
+    peers: tuple[str, ...]
 
 
 class LimitSending(Action, frozen=True):

@@ -30,6 +30,7 @@ from mlfabric.roles.leases import Leases
 from mlfabric.roles.limits import Limits
 from mlfabric.roles.orderbook import OrderBook
 from mlfabric.roles.pace import Pace
+from mlfabric.roles.roster import StepRoster
 from mlfabric.topology import Network
 
 # Links rarely change alone: news of one is acted upon when there was time for news of the others.
@@ -92,6 +93,7 @@ class Job:
     enough: tuple[float, bool] = (-1.0, False)  # until when it is known whether enough are heard
     given_up: dict[str, float] = field(default_factory=dict)  # of late and on suspicion only: until when
     pace: Pace | None = None  # of the model's steps, where they are bound to each other
+    roster: StepRoster | None = None  # where steps are called
 
     def taking_over(self) -> dict[int, str]:
         """Shards that are changing hands just now, and the node that gets each."""

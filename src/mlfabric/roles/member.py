@@ -172,7 +172,7 @@ class Member:
         self._succession.joined(message.lease_s, now)
         settings = WorkerSettings(self._settings.member.node, message.label, SCHEDULER)
         return [
-            *(StartRole(role, settings) for role in ("worker", "aggregator", "participant")),
+            *(StartRole(role, settings) for role in ("worker", "aggregator", "participant", "stepper")),
             ResolveJoin(message.label),
         ]
 

@@ -47,6 +47,9 @@ from mlfabric.messages import (
     SlotLate,
     SlotWithdrawn,
     StatusReport,
+    StepEnded,
+    StepReady,
+    StepsOver,
     UpdateRefused,
 )
 from mlfabric.roles.actions import Action, SchedulerSettings, Send
@@ -61,6 +64,7 @@ from mlfabric.roles.pulls import Pulls
 from mlfabric.roles.release import remainder
 from mlfabric.roles.replacing import Replacing
 from mlfabric.roles.resuming import Resuming
+from mlfabric.roles.roster import StepRoster
 from mlfabric.roles.status import job_status, member_status
 
 # How soon a scheduler that hears too few members looks again.
@@ -161,6 +165,10 @@ class Scheduler:
                 return known
             job.groups.want(sender, message, now)
             return self._form(job, message.name)
+        if isinstance(message, StepReady | StepEnded | StepsOver):
+            if job.roster is None:
+                job.roster = StepRoster(self._domain.settings.term, now)
+            return job.roster.heard(sender, message, now)
         if isinstance(message, PullWanted):
             return self._pulls.pull(job, sender, message, now)
         book = job.book
@@ -240,6 +248,7 @@ class Scheduler:
                 late, job.late = job.late, []
                 actions += [action for each in late for action in book.withdrawing.slot_late(each)]
             actions += self._pulls.serve_due(job, now)
+            actions += self._call_step(job, now)
             if book is None or not self._goes_on(job):
                 continue
             if book.entries.plan_at is None or now < book.entries.plan_at:
@@ -263,6 +272,21 @@ class Scheduler:
             book.entries.taking_over = job.taking_over()
             actions += book.plan(self._domain.network, others, self._domain.planned_with(job), now, limit)
         return actions
+
+    def _call_step(self, job: Job, now: float) -> list[Action]:
+        """Have the next step made, where the scheduler says who takes part."""
+        roster = job.roster
+        if roster is None:
+            return []
+        if not self._company.hears_enough(job, now):
+            roster.look_at = now + LOOK_AGAIN_S
+            return []
+        workers = {
+            name: self._domain.members[name].host
+            for name in self._domain.workers(job)
+            if name not in self._domain.draining
+        }
+        return roster.look(workers, self._domain.absent(job), self._domain.network_of(job), now)
 
     def _goes_on(self, job: Job) -> bool:
         """Whether updates can be granted: every shard is led, or changes hands in good order."""
@@ -303,6 +327,8 @@ class Scheduler:
             times += [*job.groups.deadlines(), *self._pulls.deadlines(job)]
             if job.look_at is not None:
                 times.append(job.look_at)
+            if job.roster is not None and job.roster.look_at is not None:
+                times.append(job.roster.look_at)
         return min(times, default=None)
 
     def status(self, now: float, only: str | None = None) -> StatusReport:

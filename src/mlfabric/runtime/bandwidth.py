@@ -6,13 +6,20 @@ is held back by them. It tells those with every frame (`pressed`), so a receiver
 by knows that its own downlink is the limit. What a peer's single flow would tell about a third host is not
 used: it comes late and reads low. Nor do flows into other racks say anything of a host: their racks' uplinks
 hold them back.
+
+Links to all peers stay open, and operations may be among a few of them: "most" is of the peers of those that
+are under way. Between two hosts nobody knows whose link is the limit, and nothing is learned but that what a
+link carries it can carry.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Flow = TypeVar("Flow", bound=Hashable)
 
 # How often the flows are looked at while something is under way.
 TICK_S = 0.025
@@ -43,6 +50,11 @@ PRESSED_S = 0.3
 FRESH_S = 0.25
 # A host's downlink is to blame only if so many of its peers say so: plans are made for the slowest.
 NEARLY_ALL = 0.7
+# Probes of peers that are busy read low, never high: the best of so many counts, unless they are from before
+# a pause. A rise is believed at once. Differences below this are noise.
+PROBE_SAMPLES = 3
+PROBE_PAUSE_S = 2.5
+PROBE_NOISE = 0.15
 # Differences below this are not worth telling.
 WORTH_TELLING = 0.07
 
@@ -57,6 +69,7 @@ class FlowState:
     busy_us: int  # so long has it had bytes to send, all its life
     pressed_by_peer: bool = False  # the peer says that we hold its bytes back, and more of them are coming
     far: bool = False  # it leads into another rack
+    used: bool = True  # by an operation under way
 
 
 class RateMeter:
@@ -71,7 +84,23 @@ class RateMeter:
         self._passed: tuple[float, int] | None = None
         self._passing: deque[float] = deque(maxlen=RAISE_SAMPLES)
 
+        self._probes: deque[tuple[float, float]] = deque(maxlen=PROBE_SAMPLES)
+
+    def probed(self, now: float, rate: float) -> None:
+        """A probe came through at this rate, while nothing else was under way here."""
+        if self._probes and now - self._probes[-1][0] > PROBE_PAUSE_S:
+            self._probes.clear()
+        self._probes.append((now, rate))
+        self.seen_at = now
+        best = max(each for _, each in self._probes)
+        enough = len(self._probes) == PROBE_SAMPLES
+        if self.rate is None:
+            self.rate = best if enough else None
+        elif best > (1 + PROBE_NOISE) * self.rate or (enough and best < (1 - PROBE_NOISE) * self.rate):
+            self._jump(best)
+
     def look(self, now: float, carried_bytes: int, limiting: bool) -> None:
+        self._probes.clear()
         self._raise(now, carried_bytes)
         if not limiting:
             self._since = self._sample = None
@@ -124,7 +153,7 @@ class RateMeter:
         self._samples = deque([rate], maxlen=STEADY_SAMPLES)
 
 
-class HostRates:
+class HostRates(Generic[Flow]):
     """Both directions, and what the scheduler was told last."""
 
     def __init__(self) -> None:
@@ -133,45 +162,65 @@ class HostRates:
         self.noticed: list[float] = []  # when rates changed by enough to be told, lately
         self._told: tuple[float | None, float | None] = (None, None)
         self._last: tuple[float, int] | None = None
-        self._backlog: list[bool] = []
-        self._busy: list[int] = []
+        self._seen: dict[Flow, FlowState] = {}
+        self._used: set[Flow] = set()
+        self._backlog: set[Flow] = set()
+        self._acked = self._received = 0  # by all flows that ever were
 
-    def look(self, now: float, flows: Sequence[FlowState], held_back: bool = False) -> list[bool]:
+    def look(self, now: float, flows: Mapping[Flow, FlowState], held_back: bool = False) -> set[Flow]:
         """Take a look at all flows; which of them are pressed by their receiver rather than by our uplink.
 
         While we hold our bytes back ourselves (`held_back`) they say nothing about any link.
         """
-        backlog = [flow.waiting_bytes >= BACKLOG_BYTES for flow in flows]
-        near = [index for index, flow in enumerate(flows) if not flow.far]
+        used = {key for key, flow in flows.items() if flow.used}
+        near = {key for key in used if not flows[key].far}
         if len(near) < 2:
-            near = list(range(len(flows)))
-        waiting = sum(backlog[index] for index in near)
-        up_limits = waiting >= max(2, (len(near) + 1) // 2) and not held_back
-        acked = sum(flow.acked_bytes for flow in flows)
-        pressing = sum(flows[index].pressed_by_peer for index in near)
+            near = used
+        backlog = {key for key, flow in flows.items() if flow.waiting_bytes >= BACKLOG_BYTES}
+        up_limits = len(near & backlog) >= max(2, (len(near) + 1) // 2) and not held_back
+        pressing = sum(flows[key].pressed_by_peer for key in near)
         down_limits = pressing >= max(2, NEARLY_ALL * len(near))
-        in_time = self._last is not None and now - self._last[0] <= LATE_S
-        self.up.look(now, acked, up_limits and in_time and self._kept_busy(now, flows))
-        self.down.look(now, sum(flow.received_bytes for flow in flows), in_time and down_limits)
-        self._busy = [flow.busy_us for flow in flows]
-        free = not up_limits and self._uplink_is_free(now, acked)
-        before, self._backlog = self._backlog, backlog
-        self._last = (now, acked)
-        if held_back or not free or len(before) != len(backlog):
-            return [False] * len(flows)
-        return [now_waits and waited for now_waits, waited in zip(backlog, before, strict=True)]
+        self._count(flows)
+        # What went over other links since the last look says nothing of how full these were.
+        same = used == self._used and flows.keys() == self._seen.keys()
+        comparable = same and self._last is not None and now - self._last[0] <= LATE_S
+        self.up.look(now, self._acked, up_limits and comparable and self._kept_busy(now, flows, used))
+        self.down.look(now, self._received, down_limits and comparable)
+        free = not up_limits and self._uplink_is_free(now, self._acked)
+        waited = self._backlog if free and not held_back else set()
+        self._seen, self._used, self._backlog = dict(flows), used or self._used, backlog
+        self._last = (now, self._acked)
+        return waited & backlog
 
-    def _kept_busy(self, now: float, flows: Sequence[FlowState]) -> bool:
+    def _count(self, flows: Mapping[Flow, FlowState]) -> None:
+        """Add what was carried since the last look; a flow that is new has carried nothing yet."""
+        for key, flow in flows.items():
+            before = self._seen.get(key, flow)
+            self._acked += flow.acked_bytes - before.acked_bytes
+            self._received += flow.received_bytes - before.received_bytes
+
+    def _kept_busy(self, now: float, flows: Mapping[Flow, FlowState], used: set[Flow]) -> bool:
         """Whether the kernel had bytes to send all the time since the last look."""
-        if self._last is None or len(self._busy) != len(flows):
+        if self._last is None:
             return False
-        longest = max(flow.busy_us - before for flow, before in zip(flows, self._busy, strict=True))
+        longest = max((flows[key].busy_us - self._seen[key].busy_us for key in used), default=0)
         return longest >= LEAST_BUSY * 1e6 * (now - self._last[0])
 
     def _uplink_is_free(self, now: float, acked: int) -> bool:
         if self._last is None or self.up.rate is None or now <= self._last[0]:
             return False
         return (acked - self._last[1]) / (now - self._last[0]) < UPLINK_FREE * self.up.rate
+
+    @property
+    def slower(self) -> float | None:
+        """The rate of the slower direction, of those that are known."""
+        return min((meter.rate for meter in (self.up, self.down) if meter.rate is not None), default=None)
+
+    def probed(self, now: float, up: float | None, down: float | None) -> None:
+        """What a probe showed, in either direction."""
+        for meter, rate in ((self.up, up), (self.down, down)):
+            if rate is not None:
+                meter.probed(now, rate)
 
     def news(self, now: float) -> tuple[float | None, float | None] | None:
         """The rates, if they differ from what was told last; None stands for one not seen of late."""

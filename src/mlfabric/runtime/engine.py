@@ -186,6 +186,10 @@ class Engine:
         self.mesh.board.adopt(shares)
         self.mesh.flush()
 
+    def probe_links(self, peers: tuple[str, ...]) -> None:
+        """Find out about our own link by probing these peers, from now on; none: no more."""
+        self.mesh.probe(peers)
+
     def _request_group(self, name: str, nodes: tuple[str, ...]) -> None:
         self.node.post("participant", GroupRequested(name, nodes))
 

@@ -15,6 +15,7 @@ import time
 from collections import deque
 
 from mlfabric.collective.frames import HEADER_BYTES, FrameHeader, FrameKind, unpack_header
+from mlfabric.collective.probing import Mark, rate_of
 from mlfabric.collective.switchboard import OutFrame, Switchboard
 from mlfabric.runtime.allowance import Allowance
 from mlfabric.runtime.bandwidth import PRESSED_S, FlowState
@@ -25,6 +26,8 @@ from mlfabric.runtime.tls import AnySocket, TlsSocket
 SCRATCH_BYTES = 4096
 # A link that is read as bytes come wakes us when so many are there, or the rest of the chunk.
 LOW_WATER_BYTES = 256 * 1024
+# While a probe comes we look so often at least, if it is left to us.
+PROBE_MARKS = 8
 # Handed to the kernel in one call.
 BATCH_BYTES = 512 * 1024
 BATCH_FRAMES = 16
@@ -34,6 +37,7 @@ _TCP_INFO = struct.Struct("=QQ8xI20xQ")
 # What one link may read before others get their turn.
 READS_PER_TURN = 8
 BULK_KINDS = (FrameKind.PART, FrameKind.RESULT)
+MEASURED_KINDS = (FrameKind.PROBE, FrameKind.PROBED)
 
 
 class Closed(Exception):  # noqa: N818 - how a link ends
@@ -70,6 +74,7 @@ class Link:
         self._target = memoryview(b"")
         self._got = 0
         self._low_water = 1
+        self._marks: list[Mark] = []  # of the probe that is coming
         self.blocked = False  # the kernel takes no more for now
         self.pressed = False  # our bytes wait for this peer alone
         self.pressed_until = 0.0  # its bytes wait for us alone, as it said lately
@@ -96,6 +101,11 @@ class Link:
             if not self._advance(count) and not self._sealed and allowed is self._out:
                 self.blocked = True
                 break
+
+    @property
+    def limited(self) -> bool:
+        """Whether we may send less than the link can carry."""
+        return self._allowance.limit_bytes_per_s is not None
 
     def unsent(self) -> int:
         """Bytes that the kernel holds and the peer has not acknowledged."""
@@ -142,13 +152,13 @@ class Link:
             self._board.sent(frame)
         return not out
 
-    def state(self, now: float, far: bool) -> FlowState:
+    def state(self, now: float, far: bool, used: bool) -> FlowState:
         """What the kernel knows of this link."""
         info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 176)
         acked, received, waiting, busy = _TCP_INFO.unpack_from(info, _ACKED_AT)
         # Once its last chunk is here, how fast bytes come says nothing of us.
         pressed = self.pressed_until > now and self._header is not None
-        return FlowState(acked, received, waiting, busy, pressed, far)
+        return FlowState(acked, received, waiting, busy, pressed, far, used)
 
     # --- receiving --------------------------------------------------------------------------------------
 
@@ -176,6 +186,8 @@ class Link:
                 raise Closed
             self.received_bytes += count
             self.moved_bytes += count
+            if self._marks:
+                self._mark()
             self._sort(count)
             if count < wanted and not self._sealed:
                 break
@@ -218,17 +230,28 @@ class Link:
         self._place = self._board.place(self.peer, header)
         self._target = self._place if self._place is not None else memoryview(bytearray(header.length))
         self._got = 0
+        if header.kind in MEASURED_KINDS:
+            self._mark()
+
+    def _mark(self) -> None:
+        """Note what the kernel has received by now, be it read or not."""
+        before = time.monotonic()
+        info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 176)
+        _, received, _, _ = _TCP_INFO.unpack_from(info, _ACKED_AT)
+        self._marks.append(Mark(before, received, time.monotonic()))
 
     def _complete(self) -> None:
         header, place = self._header, self._place
         assert header is not None
         self._header, self._place, self._target = None, None, memoryview(b"")
         self._traffic.count_received(self.peer, header.length)
-        self._board.received(self.peer, header, place)
+        marks, self._marks = self._marks, []
+        self._board.received(self.peer, header, place, rate_of(marks, header.length))
 
     def _set_low_water(self, rests: bool) -> None:
         rest = len(self._target) - self._got if self._header is not None and not rests else 1
-        level = min(rest, LOW_WATER_BYTES) if rest > SCRATCH_BYTES else 1
+        most = len(self._target) // PROBE_MARKS if self._marks else LOW_WATER_BYTES
+        level = min(rest, most) if rest > SCRATCH_BYTES else 1
         if level != self._low_water:
             self._low_water = level
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, level)

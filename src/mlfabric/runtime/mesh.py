@@ -12,6 +12,7 @@ import contextlib
 import select
 from collections.abc import Callable
 
+from mlfabric.collective.probing import Prober
 from mlfabric.collective.switchboard import Switchboard
 from mlfabric.runtime.bandwidth import TICK_S, HostRates
 from mlfabric.runtime.link import Closed, Link
@@ -47,7 +48,7 @@ class Mesh:
         pace: bool = False,
     ) -> None:
         self.board = board
-        self.rates = HostRates()
+        self.rates: HostRates[Link] = HostRates()
         self.rest_until = 0.0  # what comes before is left alone, while the links rest
         self._open = open_link
         self._ended = ended
@@ -60,6 +61,7 @@ class Mesh:
         self._gauged_at = 0.0
         self._fastest = 0.0  # bytes per second over one link, lately
         self._rest_s = 0.0
+        self._prober = Prober(board.probes)
         self._pacer = Pacer(self._links) if pace else None
         if self._pacer is not None:
             board.listener = self._pacer
@@ -77,7 +79,11 @@ class Mesh:
         self._racks[node] = rack
 
     def next_look(self, now: float) -> float | None:
-        """When the flows have to be looked at again; None: nothing is under way."""
+        """When to look again, at the flows or for the next probe; None: nothing is under way."""
+        probe_at = None if self.board.busy else self._prober.next_s(now)
+        return min((at for at in (probe_at, self._next_flows(now)) if at is not None), default=None)
+
+    def _next_flows(self, now: float) -> float | None:
         if not self.board.busy or (len(self._links) < 2 and self._pacer is None):
             self._look_at = None
         elif self._look_at is None:
@@ -87,22 +93,53 @@ class Mesh:
         return self._look_at
 
     def look(self, now: float) -> tuple[float | None, float | None] | None:
-        """See how the flows fare; the host's rates, if they are news."""
-        if self._look_at is None or now < self._look_at - NEARLY_DUE_S:
-            return None
-        self._look_at = now + TICK_S
+        """See how flows and probes fare; the host's rates, if they are news."""
+        looked = self._look_at_probes(now)
+        if self._look_at is not None and now >= self._look_at - NEARLY_DUE_S:
+            self._look_at = now + TICK_S
+            looked |= self._look_at_flows(now)
+        return self.rates.news(now) if looked else None
+
+    def _look_at_flows(self, now: float) -> bool:
         held_back = False
         if self._pacer is not None:
             self._pacer.look(now)
             held_back = self._pacer.holds_back(self.rates.up.rate)
         links = list(self._links.values())
         if len(links) < 2:
-            return None
+            return False
         home = self._racks.get(self.board.node)
-        flows = [link.state(now, self._racks.get(link.peer) != home) for link in links]
-        for link, pressed in zip(links, self.rates.look(now, flows, held_back), strict=True):
-            link.pressed = pressed
-        return self.rates.news(now)
+        used = self.board.peers_in_use
+        flows = {
+            link: link.state(now, self._racks.get(link.peer) != home, link.peer in used) for link in links
+        }
+        pressed = self.rates.look(now, flows, held_back)
+        for link in links:
+            link.pressed = link in pressed
+        return True
+
+    def probe(self, peers: tuple[str, ...]) -> None:
+        """Find out about our own link by probes of these peers, while we are in no operation."""
+        self.connect(peers)
+        home = self._racks.get(self.board.node)
+        near = tuple(peer for peer in peers if self._racks.get(peer) == home)
+        self._prober.probe(near or peers)
+
+    def _look_at_probes(self, now: float) -> bool:
+        """Take what probes showed and begin the next; whether something was learned."""
+        probes = self.board.probes
+        results, probes.results = probes.results, []
+        probes.tend(now, bool(self.board.peers_in_use))
+        if self.board.busy:
+            self.flush()
+            return False
+        for peer, up, down in results:
+            link = self._links.get(peer)
+            held_back = link is None or link.limited or (self._pacer is not None and self._pacer.rate)
+            self.rates.probed(now, None if held_back else up, down)
+        self._prober.turn(now, self._links.__contains__, self.rates.slower)
+        self.flush()
+        return bool(results)
 
     # --- links ------------------------------------------------------------------------------------------
 

@@ -14,10 +14,15 @@ from mlfabric.events import (
     JoinRequested,
     PublishRequested,
     PullRequested,
+    StepCarriedOut,
+    TrainingEnded,
+    TrainingReported,
     UpdateSubmitted,
 )
 from mlfabric.roles.actions import (
+    CarryOutStep,
     FailJob,
+    GiveUpStep,
     JobBecameReady,
     RefuseNew,
     ResolveDurable,
@@ -30,7 +35,15 @@ from mlfabric.runtime.arena import Region
 
 # What the application tells its node, and what it hears from it.
 Told = (
-    JoinRequested | DrainRequested | PublishRequested | UpdateSubmitted | PullRequested | DurabilityRequested
+    JoinRequested
+    | DrainRequested
+    | PublishRequested
+    | UpdateSubmitted
+    | PullRequested
+    | DurabilityRequested
+    | TrainingReported
+    | StepCarriedOut
+    | TrainingEnded
 )
 Heard = (
     ResolveJoin
@@ -39,6 +52,8 @@ Heard = (
     | ResolveUpdate
     | ResolveDurable
     | ResolvePull
+    | CarryOutStep
+    | GiveUpStep
     | RefuseNew
     | FailJob
 )

@@ -598,6 +598,9 @@ class SimNode:
         self.board.adopt(shares)
         self._call(lambda: None)
 
+    def probe_links(self, peers: tuple[str, ...]) -> None:
+        pass  # rates are known here, or learned from what is sent
+
     def observe(self, message: Members | HeartbeatSeen | NodeLost) -> None:
         if isinstance(message, NodeLost) and message.reason != LEFT:
             self.board.lost(message.node, message.reason)

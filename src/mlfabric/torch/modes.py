@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 from mlfabric.errors import FabricError
 
-Mode = Literal["async", "ssp", "backup", "sync", "local"]
+Mode = Literal["async", "ssp", "backup", "sync", "fastest", "local"]
 Pull = Literal["after", "alongside", "overlapped"]
 Bound = int | Literal["auto", "none"]
 PULLS: Final = ("after", "alongside", "overlapped")
@@ -21,6 +21,7 @@ TAKES: Final[Mapping[str, frozenset[str]]] = {
     "ssp": _SERVED | {"staleness"},
     "backup": _SERVED | {"wait_for"},
     "sync": frozenset(),
+    "fastest": frozenset({"max_delay", "pull"}),
     "local": _SERVED | {"max_delay", "pull", "local_steps", "outer"},
 }
 # Why, where it is not plain.
@@ -84,6 +85,11 @@ def fitting(mode: str, given: Mapping[str, Any]) -> Wishes:
 def _check(wishes: Wishes) -> None:
     if wishes.pull not in PULLS:
         raise FabricError(f"unknown pull {wishes.pull!r}; it is one of {', '.join(PULLS)}")
+    if wishes.mode == "fastest":
+        if wishes.pull == "alongside":
+            raise FabricError("pull='alongside' has no meaning in mode fastest: there is no model to pull")
+        if wishes.max_delay == "none" or (isinstance(wishes.max_delay, int) and wishes.max_delay < 0):
+            raise FabricError(f"max_delay= is a number of steps in mode fastest, not {wishes.max_delay!r}")
     if wishes.local_steps < 1:
         raise FabricError(f"local_steps is at least 1, not {wishes.local_steps}")
     if wishes.staleness < 0:

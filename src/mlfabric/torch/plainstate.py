@@ -78,6 +78,22 @@ def plain_state(
     return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
 
 
+def set_state(
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[torch.nn.Parameter],
+    vectors: Sequence[Vector],
+    steps: int,
+) -> None:
+    """Have the optimizer hold what it would after these steps; its groups stay as they are."""
+    state = plain_state(optimizer, parameters, vectors, steps)["state"]
+    everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in enumerate(everything):
+        if index in state:
+            optimizer.state[parameter] = state[index]
+        else:
+            optimizer.state.pop(parameter, None)
+
+
 def _initial_sums(optimizer: torch.optim.Optimizer) -> dict[int, float]:
     """Adagrad's sums begin with a setting, which a rule adds where it uses them."""
     return {

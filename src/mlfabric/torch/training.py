@@ -3,7 +3,8 @@
 Servers on the members hold the model and step it; a worker offers its gradients and goes on with the freshest
 model, at once (`async`), not too far ahead of the slowest (`ssp`), or when the first few gradients have made
 one step (`backup`). In mode `sync` the ranks average their gradients by all-reduce and step by themselves
-instead; in mode `local` they take several steps of their own and offer what these changed.
+instead, and so do in mode `fastest` those that are fast now (`torch.fastest`); in mode `local` they take
+several steps of their own and offer what these changed.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import torch
 
 from mlfabric.api import Fabric, Pulling, Ticket
 from mlfabric.api import join as join_fabric
-from mlfabric.client import Committed, Model, Outcome
+from mlfabric.client import Committed, Dropped, Model, Outcome
 from mlfabric.errors import FabricError
 from mlfabric.messages import RuleSpec, StepSettings
 from mlfabric.rules import SGD, Average, Pieces, Rounds, Rule, make_rule
 from mlfabric.torch.agreement import difference, different_mode
+from mlfabric.torch.fastest import Fastest
 from mlfabric.torch.flat import FlatModel
 from mlfabric.torch.modes import UNSET, Bound, Mode, Pull, Unset, Wishes, check_fits, fitting
 from mlfabric.torch.optimizers import (
@@ -85,8 +87,13 @@ class Training:
         self._settings: StepSettings | None = None  # what the next update is to be applied by
         self._published = RuleSpec("Sum")  # what servers apply updates by that come without settings
         self._every = wishes.gradients_per_step(workers) if wishes.mode == "backup" else 1
+        self._fastest: Fastest | None = None
         if wishes.mode == "sync":
             self._same_start()
+        elif wishes.mode == "fastest":
+            self._fastest = Fastest(
+                fabric, self._flat, inner, wishes, timeout, self._step_settled, self._step_skipped
+            )
         else:
             self._publish(workers, resume)
 
@@ -96,6 +103,8 @@ class Training:
     @property
     def version(self) -> int:
         """Updates in the model that this worker has now."""
+        if self._fastest is not None:
+            return self._fastest.version
         return self._base.version if self._base is not None else self.steps
 
     def step(self) -> Outcome | None:
@@ -112,6 +121,8 @@ class Training:
         """`scale` undoes a gradient scaler's; `infinite` is what it found, None where there is none."""
         if self.mode == "sync":
             self._step_together(scale, infinite)
+        elif self._fastest is not None:
+            self._step_with_the_fastest(self._fastest, scale, infinite)
         elif infinite:
             self.skipped += 1
             self._flat.point_gradients()
@@ -294,11 +305,38 @@ class Training:
         self._inner.step()
         self._flat.point_gradients()
 
+    # --- among the fastest ------------------------------------------------------------------------------
+
+    def _step_with_the_fastest(self, fastest: Fastest, scale: float, infinite: bool | None) -> None:
+        def take() -> Any:
+            update = self._flat.take_update(self._wishes.clip_norm if not infinite else None, scale)
+            if infinite:
+                update[0] = np.inf
+            return update
+
+        self.steps += 1
+        fastest.step(take, infinite is not None)
+
+    def _step_settled(self, delay: int | None) -> None:
+        if delay is None:
+            self.dropped += 1
+            self._outcome = Dropped("it was too old when it could have gone into a step")
+        else:
+            self.committed += 1
+            self.delays.append(delay)
+            self._outcome = Committed(self.version, delay)
+
+    def _step_skipped(self) -> None:
+        self.skipped += 1
+
     # --- state ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """A checkpoint that plain PyTorch loads: `model`, `optimizer`; `join(resume=...)` goes on from it."""
-        self.finish()
+        if self._fastest is not None:
+            self._fastest.catch_up()
+        else:
+            self.finish()
         return {"model": cloned(self.model), "optimizer": self._plain_state(), "version": self.version}
 
     def _plain_state(self) -> dict[str, Any]:
@@ -312,7 +350,9 @@ class Training:
 
     def finish(self) -> None:
         """Wait for the update on its way and take the freshest model; nobody waits for this worker then."""
-        if self.mode != "sync":
+        if self._fastest is not None:
+            self._fastest.finish()
+        elif self.mode != "sync":
             self._settle()
             self._pulling = None
             self._load(self.fabric.pull(self._timeout, aside=True))
@@ -320,6 +360,9 @@ class Training:
     def wait_for_others(self, timeout: float | None = None) -> None:
         """Until all other workers have left; then this one has the model that all of them trained."""
         until = time.monotonic() + timeout if timeout is not None else None
+        if self._fastest is not None:
+            self._fastest.look_on(lambda: self.fabric.worker_count <= 1, timeout)
+            return
         self.finish()
         while self.fabric.worker_count > 1:
             if until is not None and time.monotonic() >= until:
@@ -376,10 +419,11 @@ def join(
     `optimizer` is a pair of a name of torch.optim and its settings, an optimizer of the model's parameters,
     or what makes one from them. `mode`: "async" (servers step as updates come, none older than `max_delay`),
     "ssp" (the same, no worker more than `staleness` steps ahead of the slowest), "backup" (a step is the mean
-    of the first `wait_for` gradients), "sync" (all ranks step together), "local" (`local_steps` steps of
-    one's own, then the `outer` learning rate and momentum on what they changed). `pull`: take the model after
-    the update is in, alongside it, or overlapped with the next step's computation. `codec`: how gradients
-    travel, see `Fabric.publish`. `resume`: a checkpoint, of `state_dict` or of plain PyTorch.
+    of the first `wait_for` gradients), "sync" (all ranks step together), "fastest" (those step together whose
+    links are fast now, by gradients up to `max_delay` steps old), "local" (`local_steps` steps of one's own,
+    then the `outer` learning rate and momentum on what they changed). `pull`: take the model after the update
+    is in, alongside it, or overlapped with the next step's computation. `codec`: how gradients travel, see
+    `Fabric.publish`. `resume`: a checkpoint, of `state_dict` or of plain PyTorch.
     """
     wishes = fitting(
         mode,

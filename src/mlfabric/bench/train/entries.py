@@ -79,6 +79,21 @@ ENTRIES: Final[dict[str, Entry]] = {
         {"mode": "backup"},
         ours=True,
     ),
+    "mlfabric-fastest": Entry(
+        "planned all-reduce among those whose links are fast now",
+        "full gradients",
+        "fabric",
+        {"mode": "fastest"},
+        ours=True,
+        policy="backup",
+    ),
+    "mlfabric-fastest-overlapped": Entry(
+        "the same, exchanged while the next gradient is computed",
+        "full gradients",
+        "fabric",
+        {"mode": "fastest", "pull": "overlapped"},
+        ours=True,
+    ),
     "mlfabric-ssp": Entry(
         "asynchronous, nobody more than 3 steps ahead of the slowest",
         "full gradients",

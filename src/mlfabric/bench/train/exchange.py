@@ -26,6 +26,7 @@ class Exchange(Protocol):
     module: Any  # what the worker calls with its images
     sends_early: bool  # gradients leave while others are still computed
     same_everywhere: bool  # all workers hold the same model after a step, so one of them is enough to judge
+    waits_for_its_turn: bool  # it may be left out for long: whoever has the model first writes it down
 
     def warm_up(self, backward: Callable[[], None]) -> None:
         """Before the common start: whatever is slow only the first time. The model stays as it is."""
@@ -55,6 +56,7 @@ def make_optimizer(model: Any, size: StepSize) -> Any:
 class Alone:
     sends_early = False
     same_everywhere = True
+    waits_for_its_turn = False
 
     def __init__(self, model: Any, size: StepSize) -> None:
         self.module = model

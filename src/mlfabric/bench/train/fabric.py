@@ -17,10 +17,12 @@ class FabricExchange:
     sends_early = False
 
     def __init__(self, model: Any, size: StepSize, options: Mapping[str, Any]) -> None:
-        chosen = dict(options) if options["mode"] == "sync" else {**WITHOUT_REPLICAS, **options}
+        served = options["mode"] not in ("sync", "fastest")
+        chosen = {**WITHOUT_REPLICAS, **options} if served else dict(options)
         optimizer = ("SGD", {"lr": size.lr, "momentum": size.momentum})
         self.module = model
         self.same_everywhere = chosen["mode"] == "sync"
+        self.waits_for_its_turn = chosen["mode"] == "fastest"
         self._local_steps = int(chosen.get("local_steps", 1)) if chosen["mode"] == "local" else 1
         self.training = join(model, optimizer, timeout=300.0, **chosen)
         self._told, self._dropped = 0, 0

@@ -23,6 +23,7 @@ PORT = 29700
 class FirstCome:
     sends_early = False
     same_everywhere = False
+    waits_for_its_turn = False
 
     def __init__(
         self,

@@ -37,6 +37,7 @@ class TorchftDiloco:
 
     sends_early = False
     same_everywhere = True
+    waits_for_its_turn = False
 
     def __init__(self, model: Any, size: StepSize, local_steps: int, rank: int, hosts: Sequence[str]) -> None:
         _needs("torchft")
@@ -93,6 +94,7 @@ class HivemindLocal:
 
     sends_early = False
     same_everywhere = False
+    waits_for_its_turn = False
 
     def __init__(
         self,

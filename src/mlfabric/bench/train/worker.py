@@ -72,6 +72,8 @@ class Worker:
         # Snapshots are dealt over the ranks, so that no straggler holds all of them up.
         self._dealt = 1 if self._exchange.same_everywhere else len(order.hosts)
         self._next_snapshot = rank
+        if self._exchange.waits_for_its_turn:
+            self._dealt, self._next_snapshot = len(order.hosts), 0
 
     def _make_exchange(self, order: WorkerOrder) -> Exchange:
         entry, size, model = find_entry(self._settings.contender), self._settings.step_size, self._model
@@ -146,13 +148,24 @@ class Worker:
         due_s = (self._next_snapshot + 1) * self._settings.snapshot_s
         if now_s < due_s:
             return
-        turns_missed = int((now_s - due_s) / (self._dealt * self._settings.snapshot_s))
-        self._next_snapshot += self._dealt * (1 + turns_missed)
+        dealt = 1 if self._exchange.waits_for_its_turn else self._dealt
+        turns_missed = int((now_s - due_s) / (dealt * self._settings.snapshot_s))
+        self._next_snapshot += dealt * (1 + turns_missed)
+        if self._exchange.waits_for_its_turn and not self._is_first(self._next_snapshot):
+            return
         final = self._folder / "snapshots" / f"{int(now_s * 1000):09d}-{self._rank}.npy"
         draft = final.with_suffix(".new")
         with draft.open("wb") as file:
             np.save(file, flat_weights(self._model))
         draft.replace(final)
+
+    def _is_first(self, turn: int) -> bool:
+        """Whether nobody else has taken this turn."""
+        try:
+            (self._folder / f"turn-{turn}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
 
 def exchange_gradient(exchange: Exchange, model: Any) -> Exchanged:

@@ -1,0 +1,53 @@
+"""Steps that the scheduler calls: who takes part in the next all-reduce, and how it ended."""
+
+from __future__ import annotations
+
+from mlfabric.messages.words import Message
+
+
+class StepReady(Message, frozen=True):
+    """Where a worker stands. Steps are counted from 0; a model "of step n" is what step n begins with."""
+
+    holds: int  # it has all sums before this step; -1: nothing, not even the first values
+    applied: int  # and has applied those before this one
+    base: int | None = None  # its gradient is of the model of this step; None: it has none to give
+    until: int = -1  # the last step that its gradient may go into
+    waits: bool = False  # it computes nothing meanwhile, and applies sums as they come
+    size_bytes: int = 0  # of a gradient
+    computed_s: float | None = None  # what the gradient took
+    running: str | None = None  # the group of the step it was called to and is not through with
+
+
+class StepEnded(Message, frozen=True):
+    """A worker is through with a step it was called to; `error`: without the sum."""
+
+    step: int
+    error: str | None = None
+
+
+class StepsOver(Message, frozen=True):
+    """A worker takes no part in steps any more."""
+
+
+class StepCalled(Message, frozen=True):
+    """To all in `nodes`: sum the contributors' gradients now. Step -1 hands one's values to all."""
+
+    step: int
+    group: str  # its name
+    nodes: tuple[str, ...]  # in rank order
+    contributors: tuple[str, ...]  # the others add nothing
+    joiners: tuple[str, ...] = ()  # get model and optimizer state of this step too,
+    feeders: tuple[str, ...] = ()  # from these contributors, a slice from each
+
+
+class StepBroken(Message, frozen=True):
+    """To whoever is still at a step: it failed elsewhere, it will not end here."""
+
+    group: str
+    reason: str
+
+
+class StepsWithout(Message, frozen=True):
+    """To a worker that is left out for its link: keep an eye on it, together with these."""
+
+    peers: tuple[str, ...]

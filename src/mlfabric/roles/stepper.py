@@ -1,0 +1,104 @@
+"""The stepper: a worker's standing where the scheduler calls the steps (`roles.roster`).
+
+It tells where the training stands and passes calls on; the application carries steps out by itself. A new
+scheduler hears from it what the last one knew.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from mlfabric.events import (
+    Event,
+    MessageReceived,
+    SchedulerChanged,
+    StepCarriedOut,
+    TrainingEnded,
+    TrainingReported,
+)
+from mlfabric.messages import StepBroken, StepCalled, StepEnded, StepReady, StepsOver, StepsWithout
+from mlfabric.roles.actions import Action, CarryOutStep, GiveUpStep, ProbeLinks, Send, WorkerSettings
+
+
+class StepperStatistics(msgspec.Struct, frozen=True):
+    holds: int
+    taken_part: int
+    failed: int
+
+
+class Stepper:
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._training: TrainingReported | None = None
+        self._holds = -1
+        self._call: StepCalled | None = None  # it is carried out just now
+        self._probes = False
+        self._taken_part = 0
+        self._failed = 0
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        match event:
+            case TrainingReported():
+                self._training = event
+                self._holds = max(self._holds, event.applied)
+                return [self._tell(self._standing(event))]
+            case StepCarriedOut(step=step, error=error):
+                self._carried_out(step, error)
+                return [self._tell(StepEnded(step, error))]
+            case TrainingEnded():
+                self._training = None
+                return [self._tell(StepsOver()), *self._probe(())]
+            case SchedulerChanged() if self._training is not None:
+                return [self._tell(self._standing(self._training))]
+            case MessageReceived(message=StepCalled() as call):
+                self._call = call
+                stop = self._probe(()) if len(call.nodes) > 1 else []
+                return [*stop, CarryOutStep(call)]
+            case MessageReceived(message=StepBroken(group=group, reason=reason)):
+                return [GiveUpStep(group, reason)]
+            case MessageReceived(message=StepsWithout(peers=peers)) if self._training is not None:
+                return self._probe(peers)
+        return []
+
+    def _carried_out(self, step: int, error: str | None) -> None:
+        call, training = self._call, self._training
+        self._call = None
+        if error is not None:
+            self._failed += 1
+            return
+        self._taken_part += 1
+        self._holds = step + 1
+        if call is None or training is None or training.base is None:
+            return
+        if training.base <= step and (self._settings.node in call.contributors or step >= training.until):
+            self._training = msgspec.structs.replace(training, base=None)  # it is in, or too old by now
+
+    def _standing(self, training: TrainingReported) -> StepReady:
+        return StepReady(
+            self._holds,
+            training.applied,
+            training.base,
+            training.until,
+            training.waits,
+            training.size_bytes,
+            training.computed_s,
+            self._call.group if self._call is not None else None,
+        )
+
+    def _probe(self, peers: tuple[str, ...]) -> list[Action]:
+        if not peers and not self._probes:
+            return []
+        self._probes = bool(peers)
+        return [ProbeLinks(tuple(peer for peer in peers if peer != self._settings.node))]
+
+    def _tell(self, message: StepReady | StepEnded | StepsOver) -> Send:
+        return Send(self._settings.scheduler, "scheduler", message)
+
+    def next_deadline(self) -> float | None:
+        return None
+
+    def statistics(self) -> StepperStatistics:
+        return StepperStatistics(self._holds, self._taken_part, self._failed)
+
+    def validate(self) -> None:
+        assert self._call is None or self._settings.node in self._call.nodes, "called to steps it is in"
