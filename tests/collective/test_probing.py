@@ -150,19 +150,19 @@ def test_who_is_probed_rests_not_until_it_has_answered() -> None:
     pair.prober.probe(("b",))
     pair.turn()
     pair.carry("a", "b")
-    assert not probes.awake
+    awake = [probes.awake]
     probes.tend(pair.now, moving=False)
-    assert probes.awake
+    awake.append(probes.awake)
     pair.exchange("b")
-    assert not probes.awake
+    awake.append(probes.awake)
+    assert awake == [False, True, False]
     pair.now += PROBE_EVERY_S
     pair.turn()
     pair.carry("a", "b")  # it knocks, and nothing follows
     probes.tend(pair.now, moving=False)
-    probes.tend(pair.now + GUEST_S - 0.01, moving=False)
-    assert probes.awake
-    probes.tend(pair.now + GUEST_S + 0.01, moving=False)
-    assert not probes.awake
+    for past_s, rests in ((GUEST_S - 0.01, False), (GUEST_S + 0.01, True)):
+        probes.tend(pair.now + past_s, moving=False)
+        assert probes.awake is not rests
 
 
 def test_a_probe_comes_between_operations_or_after_a_while_in_one() -> None:

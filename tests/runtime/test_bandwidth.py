@@ -275,9 +275,9 @@ def probe(rates: HostRates[int], now: float, *seen: float) -> float:
 def test_probes_of_busy_peers_read_low_so_the_best_of_three_counts() -> None:
     rates: HostRates[int] = HostRates()
     now = probe(rates, 0.0, FAST / 3, FAST)
-    assert rates.up.rate is None, "two are not enough to begin with"
+    assert rates.news(now) is None, "two are not enough to begin with"
     now = probe(rates, now, FAST / 2)
-    assert rates.up.rate == FAST
+    assert rates.news(now) == (FAST, None)
     probe(rates, now, FAST / 3, FAST / 2, FAST, FAST / 3, FAST / 3, FAST)
     assert rates.up.rate == FAST
     assert rates.down.rate is None
