@@ -23,14 +23,19 @@ from mlfabric.roles.actions import Action, Note, Send
 from mlfabric.topology import Network
 
 # A step of so many gradients is worth half of one by all gradients there are: averaging more of them makes a
-# step less noisy, but not longer. From 1 to 8 gradients a step gains a factor of 3.3 by this.
-HALF_WORTH: Final = 4.0
+# step less noisy, but not longer. From 1 to 8 gradients a step gains a factor of 4.5 by this.
+HALF_WORTH: Final = 8.0
+# So many take part whatever it costs: what is believed of links reads low, and who trains alone sees none of
+# them rise.
+LEAST: Final = 3
 # Whoever has computed for so many times its usual time straggles, and is not waited for.
 OVERDUE: Final = 1.3
 # News of a gradient may take so long.
 GRACE_S: Final = 0.005
 # Others take part instead only if steps are worth more by this factor.
 WORTH_CHANGING: Final = 1.1
+# By this one where somebody has to be given the model first, which makes the next step a longer one.
+WORTH_JOINING: Final = 1.15
 # Sums that may wait at a worker that is busy; then it gets no more and joins again when it is back.
 MOST_QUEUED: Final = 8
 # A worker's usual time to compute is the median of so many.
@@ -320,12 +325,15 @@ class StepRoster:
         best = self._weigh(self._workers, now)
         if self._chosen and self._chosen <= self._workers.keys():
             standing = self._weigh(self._chosen, now, everybody=True)
-            if best.pace <= standing.pace * WORTH_CHANGING:
+            worth = WORTH_CHANGING if self._inside(best) <= self._chosen else WORTH_JOINING
+            if best.pace <= standing.pace * worth:
                 return [], self._chosen
-        inside = set(best.participants)
-        chosen = frozenset(name for name in self._workers if self._hosts[name] in inside)
+        chosen = self._inside(best)
         changed, self._chosen = chosen != self._chosen, chosen
         return ([Note("chosen", f"{', '.join(sorted(chosen))}: {best.reason}")] if changed else []), chosen
+
+    def _inside(self, chosen: Participation) -> frozenset[str]:
+        return frozenset(name for name in self._workers if self._hosts[name] in chosen.participants)
 
     @property
     def _knows_times(self) -> bool:
@@ -342,7 +350,7 @@ class StepRoster:
             hosts,
             max((worker.size_bytes for worker in workers), default=0),
             compute_s=median(typical) if typical else 0.0,
-            least=len(hosts) if everybody else 1,
+            least=len(hosts) if everybody else min(LEAST, len(hosts)),
             half_worth=HALF_WORTH,
             overlapped=all(not worker.waits for worker in workers if worker.base is not None),
         )

@@ -8,7 +8,6 @@ optimizer count as the mean of the contributors' too, since workers' schedules a
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -62,8 +61,6 @@ class Fastest:
             fabric.name, self._client, self._elements, self._state_elements, self._values, self._state
         )
         self._gradient = np.empty(self._elements, np.float32)
-        # An optimizer's first step loads torch's compiler, seconds for which the others would wait.
-        importlib.import_module("torch._dynamo")
         self._base = -1
         self._began = 0.0
         self._stepped = False
