@@ -286,7 +286,9 @@ class Scheduler:
             for name in self._domain.workers(job)
             if name not in self._domain.draining
         }
-        return roster.look(workers, self._domain.absent(job), self._domain.network_of(job), now)
+        actions = roster.look(workers, self._domain.absent(job), self._domain.network_of(job), now)
+        job.groups.forget(roster.is_over)
+        return actions
 
     def _goes_on(self, job: Job) -> bool:
         """Whether updates can be granted: every shard is led, or changes hands in good order."""
