@@ -67,7 +67,9 @@ from mlfabric.messages import (
     StepEnded,
     StepReady,
     StepsOver,
+    TrainsIn,
     Version,
+    WayRefused,
     WithdrawSlot,
     YieldLead,
 )
@@ -710,6 +712,28 @@ def test_groups_of_steps_that_will_not_be_called_again_are_planned_for_no_more()
     fabric.tell(StepsOver(), "w3")
     fabric.tell(RatesLearned(1e6, 1e6), "w2")
     assert not sent(SharesPlanned, fabric.wait(4.0))
+
+
+def test_who_has_trained_under_another_scheduler_is_not_refused_for_a_newcomer() -> None:
+    fabric = Fabric("w0", "w1", "w2", "w3")
+    fabric.tell(TrainsIn("sync"), "w0")
+    assert not sent(WayRefused, fabric.tell(StepReady(7, 7), "w1"))
+    assert not sent(WayRefused, fabric.tell(TrainsIn("sync", again=True), "w2"))
+    assert (
+        "in mode sync, this one trains in mode fastest"
+        in said(WayRefused, fabric.tell(StepReady(-1, -1), "w3"), "w3").reason
+    )
+
+
+def test_workers_may_go_on_in_another_mode_together_and_those_who_left_do_not_count() -> None:
+    fabric = Fabric("w0", "w1", "w2")
+    for way in ("sync", "other"):
+        for name in ("w0", "w1"):
+            assert not sent(WayRefused, fabric.tell(TrainsIn(way), name))
+    assert sent(PublishRefused, fabric.publish("w2", way="async"))
+    for name in ("w0", "w1"):
+        fabric.tell(Leave(name), name)
+    assert not sent(PublishRefused, fabric.publish("w2", way="async"))
 
 
 def test_nobody_hears_whom_a_step_that_failed_waits_for() -> None:
