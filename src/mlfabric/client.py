@@ -28,6 +28,7 @@ from mlfabric.events import (
     PublishRequested,
     PullRequested,
     StepCarriedOut,
+    TrainingBegun,
     TrainingEnded,
     TrainingReported,
     UpdateSubmitted,
@@ -242,7 +243,7 @@ class Client:
     def empty(self, elements: int, dtype: Any) -> Vector:
         return self._courier.empty(elements, dtype)
 
-    def tell_stepper(self, event: TrainingReported | StepCarriedOut | TrainingEnded) -> None:
+    def tell_stepper(self, event: TrainingBegun | TrainingReported | StepCarriedOut | TrainingEnded) -> None:
         self._courier.post("stepper", event)
 
     # --- groups -----------------------------------------------------------------------------------------

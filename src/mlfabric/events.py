@@ -151,6 +151,12 @@ class FlowsMeasured(Event, frozen=True):
     down_bytes_per_s: float | None = None
 
 
+class TrainingBegun(Event, frozen=True):
+    """This worker wants to train in a mode of which the scheduler does not hear otherwise."""
+
+    way: str
+
+
 class TrainingReported(Event, frozen=True):
     """Where this worker's training stands, in the words of `messages.StepReady`."""
 

@@ -13,7 +13,7 @@ import pytest
 
 from mlfabric.messages import StepBroken, StepCalled, StepEnded, StepReady, StepsOver, StepsWithout
 from mlfabric.roles.actions import Action, Send
-from mlfabric.roles.roster import MOST_QUEUED, StepRoster
+from mlfabric.roles.roster import GROUPS_KEPT, MOST_QUEUED, StepRoster
 from mlfabric.topology import Host, Network
 
 SIZE_BYTES = 1_000_000
@@ -319,3 +319,17 @@ def test_one_who_takes_part_no_more_is_not_waited_for() -> None:
     world.workers["c"].alive = False
     world.run(3.0)
     assert world.members == "ab"
+
+
+def test_only_the_last_groups_are_used_again() -> None:
+    world = World(dict.fromkeys("abcdef", FAST), seed=1)
+    for _ in range(60):
+        world.run(world.now + 0.5)
+        name = world.draw.choice("abcdef")
+        world.set_rate(name, SLOW if world.rates[name] == FAST else FAST)
+    names = {call.group for _, call in world.calls}
+    assert len(names) > 2 * GROUPS_KEPT
+    kept = {name for name in names if not world.roster.is_over(name)}
+    assert world.calls[-1][1].group in kept
+    assert len(kept) <= GROUPS_KEPT
+    assert not world.roster.is_over("of somebody else")

@@ -62,8 +62,14 @@ from mlfabric.messages import (
     SharesPlanned,
     SlotLate,
     SlotWithdrawn,
+    StepCalled,
     StepDown,
+    StepEnded,
+    StepReady,
+    StepsOver,
+    TrainsIn,
     Version,
+    WayRefused,
     WithdrawSlot,
     YieldLead,
 )
@@ -686,6 +692,59 @@ def test_a_slow_link_brings_new_shares_once_and_only_if_worth_it() -> None:
     assert shares.reduces[2] < 0.05
     fabric.tell(RatesLearned(0.25e6, 0.25e6), "w2")
     assert not sent(SharesPlanned, fabric.wait(GATHER_S))
+
+
+def called_together(fabric: Fabric) -> StepCalled:
+    """The first step, to which everybody is called."""
+    actions = [each for name in fabric.names for each in fabric.tell(StepReady(-1, -1, waits=True), name)]
+    return sent(StepCalled, actions)[0]
+
+
+def test_groups_of_steps_that_will_not_be_called_again_are_planned_for_no_more() -> None:
+    fabric = Fabric("w0", "w1", "w2", "w3")
+    call = called_together(fabric)
+    for name in call.nodes:
+        fabric.tell(GroupWanted(call.group, call.nodes), name)
+    fabric.tell(RatesLearned(0.25e6, 0.25e6), "w2")
+    assert said(SharesPlanned, fabric.wait(GATHER_S), "w0")
+    for name in call.nodes:
+        fabric.tell(StepEnded(call.step), name)
+    fabric.tell(StepsOver(), "w3")
+    fabric.tell(RatesLearned(1e6, 1e6), "w2")
+    assert not sent(SharesPlanned, fabric.wait(4.0))
+
+
+def test_who_has_trained_under_another_scheduler_is_not_refused_for_a_newcomer() -> None:
+    fabric = Fabric("w0", "w1", "w2", "w3")
+    fabric.tell(TrainsIn("sync"), "w0")
+    assert not sent(WayRefused, fabric.tell(StepReady(7, 7), "w1"))
+    assert not sent(WayRefused, fabric.tell(TrainsIn("sync", again=True), "w2"))
+    assert (
+        "in mode sync, this one trains in mode fastest"
+        in said(WayRefused, fabric.tell(StepReady(-1, -1), "w3"), "w3").reason
+    )
+
+
+def test_workers_may_go_on_in_another_mode_together_and_those_who_left_do_not_count() -> None:
+    fabric = Fabric("w0", "w1", "w2")
+    for way in ("sync", "other"):
+        for name in ("w0", "w1"):
+            assert not sent(WayRefused, fabric.tell(TrainsIn(way), name))
+    assert sent(PublishRefused, fabric.publish("w2", way="async"))
+    for name in ("w0", "w1"):
+        fabric.tell(Leave(name), name)
+    assert not sent(PublishRefused, fabric.publish("w2", way="async"))
+
+
+def test_nobody_hears_whom_a_step_that_failed_waits_for() -> None:
+    fabric = Fabric("w0", "w1")
+    call = called_together(fabric)
+    fabric.tell(GroupWanted(call.group, call.nodes), "w0")
+    fabric.tell(StepEnded(call.step, "it failed"), "w1")
+    again = said(StepCalled, fabric.tell(StepEnded(call.step, "it failed"), "w0"), "w0")
+    fabric.tell(GroupWanted(call.group, call.nodes), "w1")  # it was on its way
+    fabric.tell(GroupWanted(again.group, again.nodes), "w0")
+    assert {pending.name for pending in sent(GroupPending, fabric.wait(PENDING_S))} == {again.group}
 
 
 def test_strangers_are_not_listened_to() -> None:

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed here")
 
 from mlfabric.errors import FabricError  # noqa: E402
 from mlfabric.torch.training import join  # noqa: E402
-from tests.torch.test_training import batches, fabrics_of, loss_of, make_model, work_and_leave  # noqa: E402
+from tests.torch.test_training import alone, batches, fabrics_of, loss_of, make_model, work_and_leave  # noqa: E402
 
 PLAIN = ("SGD", {"lr": 0.05})
 
@@ -97,6 +97,33 @@ def test_a_worker_that_differs_is_told_in_what(
     first: dict[str, Any], second: dict[str, Any], words: str
 ) -> None:
     assert words in refused(first, second)
+
+
+@pytest.mark.parametrize("engine", ["thread", "process"])
+@pytest.mark.parametrize(
+    ("mode", "other"),
+    [
+        ("fastest", "async"),
+        ("fastest", "local"),
+        ("fastest", "sync"),
+        ("async", "fastest"),
+        ("sync", "fastest"),
+        ("sync", "async"),
+    ],
+)
+def test_a_newcomer_in_another_mode_is_told_both_and_the_others_go_on(
+    mode: Any, other: Any, engine: str
+) -> None:
+    model = make_model()
+    with join(model, PLAIN, mode, **alone(engine=engine)) as training:
+        for number, batch in enumerate(batches(0, 6)):
+            if number == 3:
+                where = training.fabric.address
+                with pytest.raises(FabricError, match=f"train in mode {mode}, this one .* mode {other};"):
+                    join(make_model(), PLAIN, other, address=where, name="w1", host="h1", engine=engine)
+            loss_of(model, batch).backward()
+            training.step()
+        assert training.version == 6
 
 
 def test_numbers_that_schedules_change_and_what_follows_from_their_count_may_differ() -> None:

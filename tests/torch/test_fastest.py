@@ -5,15 +5,21 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 torch = pytest.importorskip("torch", reason="torch is not installed here")
 
 import mlfabric as mf  # noqa: E402
 from mlfabric.api import Fabric  # noqa: E402
+from mlfabric.commands.root import app  # noqa: E402
 from mlfabric.errors import FabricError  # noqa: E402
+from mlfabric.eventlog import read_log  # noqa: E402
+from mlfabric.replay import replay  # noqa: E402
+from mlfabric.story import tell_story, updates_in  # noqa: E402
 from mlfabric.torch.training import Training, join  # noqa: E402
 from tests.torch.test_training import alone, batches, judged, loss_of, make_model  # noqa: E402
 
@@ -23,7 +29,7 @@ OPTIMIZER = ("SGD", {"lr": 0.01, "momentum": 0.9})
 class Party:
     """Workers in threads of their own, and the digest of every model that one of them has had."""
 
-    def __init__(self, count: int, engine: str = "thread") -> None:
+    def __init__(self, count: int, engine: str = "thread", log: Path | None = None) -> None:
         self.fabrics: list[Fabric] = []
         for rank in range(count):
             where = self.fabrics[0].address if rank else "127.0.0.1:0"
@@ -35,6 +41,7 @@ class Party:
                     scheduler=rank == 0,
                     expected=count,
                     engine=engine,
+                    log=log,
                 )
             )
         self.models = [make_model(seed) for seed in range(count)]
@@ -182,3 +189,23 @@ def test_a_newcomer_gets_model_and_optimizer_state_from_those_who_train(
 def test_what_has_no_meaning_among_the_fastest_is_refused(wish: dict[str, Any], words: str) -> None:
     with pytest.raises(FabricError, match=words):
         join(make_model(), OPTIMIZER, "fastest", **wish, **alone())
+
+
+def test_a_log_of_called_steps_is_read_and_replays_to_the_same_actions(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    party = Party(3, log=path)
+    try:
+        party.run([{}, {"slow": 0.1, "steps": 8}, {"steps": 4, "leaves": True}])
+        shown = CliRunner().invoke(app, ["status", "--at", party.fabrics[0].address])
+        assert shown.exit_code == 0
+        assert "w1" in shown.output
+    finally:
+        party.close()
+    records = read_log(path)
+    said = {record.record["message"]["type"] for record in records if record.type == "MessageReceived"}
+    assert said >= {"StepReady", "StepCalled", "StepEnded", "StepsOver"}
+    assert {"CarryOutStep", "StepCarriedOut"} <= {record.type for record in records}
+    assert replay(records) == []
+    assert not list(updates_in(records))
+    with pytest.raises(FabricError, match="nothing about update w0#0"):
+        tell_story(records, "w0#0")

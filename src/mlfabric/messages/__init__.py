@@ -74,7 +74,16 @@ from mlfabric.messages.operating import (
     StatusWanted,
 )
 from mlfabric.messages.pulls import Hop, PullFailed, PullServed, PullWanted, ServePull, split_onward
-from mlfabric.messages.steps import StepBroken, StepCalled, StepEnded, StepReady, StepsOver, StepsWithout
+from mlfabric.messages.steps import (
+    StepBroken,
+    StepCalled,
+    StepEnded,
+    StepReady,
+    StepsOver,
+    StepsWithout,
+    TrainsIn,
+    WayRefused,
+)
 from mlfabric.messages.succession import NewTerm, Register, Rejoin, Reported, VoteGiven, VoteWanted
 from mlfabric.messages.transfers import (
     Aggregate,
@@ -146,7 +155,7 @@ ControlMessage = (
     | Replicate | ReplicaHas | DurableWanted | UpdateDurable
     | PullWanted | ServePull | PullServed | PullFailed
     | GroupWanted | GroupFormed | GroupPending | GroupFailed | GroupHeld | SharesPlanned
-    | StepReady | StepEnded | StepsOver | StepCalled | StepBroken | StepsWithout
+    | StepReady | StepEnded | StepsOver | StepCalled | StepBroken | StepsWithout | TrainsIn | WayRefused
 )  # fmt: skip
 
 
@@ -157,7 +166,7 @@ ORDERS: Final = (
     PublishFirst, PublishRefused, JobReady, LeadShard, FollowShard, ReplicaAssigned, Promote, LeaderChanged,
     JobFailed, Grant, JudgeUpdate, DropUpdate, OfferAgain, Sequence, GatherGroup, LeaveOut, WithdrawSlot,
     SettleSlot, Replicate, ServePull, PullFailed, GroupFormed, GroupPending, GroupFailed, SharesPlanned,
-    StepCalled, StepBroken, StepsWithout,
+    StepCalled, StepBroken, StepsWithout, WayRefused,
 )  # fmt: skip
 
 __all__ = [
@@ -259,6 +268,7 @@ __all__ = [
     "StepReady",
     "StepsOver",
     "StepsWithout",
+    "TrainsIn",
     "TransferAbout",
     "TransferHeader",
     "TransferRefused",
@@ -269,6 +279,7 @@ __all__ = [
     "Version",
     "VoteGiven",
     "VoteWanted",
+    "WayRefused",
     "WithdrawSlot",
     "YieldLead",
     "count_at",

@@ -5,6 +5,19 @@ from __future__ import annotations
 from mlfabric.messages.words import Message
 
 
+class TrainsIn(Message, frozen=True):
+    """A worker that asks for no steps, nor publishes, says in which mode it trains."""
+
+    way: str
+    again: bool = False  # to a new scheduler: it was let in before
+
+
+class WayRefused(Message, frozen=True):
+    """To a worker: the others train in another mode."""
+
+    reason: str
+
+
 class StepReady(Message, frozen=True):
     """Where a worker stands. Steps are counted from 0; a model "of step n" is what step n begins with."""
 

@@ -32,6 +32,7 @@ from mlfabric.roles.orderbook import OrderBook
 from mlfabric.roles.pace import Pace
 from mlfabric.roles.roster import StepRoster
 from mlfabric.topology import Network
+from mlfabric.ways import different_mode
 
 # Links rarely change alone: news of one is acted upon when there was time for news of the others.
 HEAR_OTHERS_S = 0.1
@@ -94,11 +95,17 @@ class Job:
     given_up: dict[str, float] = field(default_factory=dict)  # of late and on suspicion only: until when
     pace: Pace | None = None  # of the model's steps, where they are bound to each other
     roster: StepRoster | None = None  # where steps are called
+    ways: dict[str, str] = field(default_factory=dict)  # in which workers train without servers, by name
 
     def taking_over(self) -> dict[int, str]:
         """Shards that are changing hands just now, and the node that gets each."""
         told = {index: move.target for index, move in self.moving.items() if move.told}
         return told | {index: heir for index, (heir, _) in self.promoting.items()}
+
+    def other_way(self, node: str, way: str) -> str:
+        """A sentence, if those who train without servers do it in another way; who does itself is free."""
+        ways = [] if node in self.ways else [*self.ways.values()]
+        return different_mode(way, ways[0]) if ways else ""
 
     def look_soon(self, at: float) -> None:
         self.look_at = at if self.look_at is None else min(self.look_at, at)

@@ -49,6 +49,7 @@ class FailOver:
         for pull in [name for name, pulling in job.pulls.items() if pulling.node == node]:
             del job.pulls[pull]
         job.demand.forget(node)
+        job.ways.pop(node, None)
         rest = self._pulls.source_lost(job, node, now)
         if job.pace is not None:
             job.pace.lost(node)

@@ -6,7 +6,7 @@ From then on its operations need no scheduler; it only sends better shares when 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mlfabric.messages import (
@@ -204,6 +204,13 @@ class Groups:
             failed = GroupFailed(name, f"group {name or 'of all workers'}: {node} {reason}")
             actions += [Send(other, "participant", failed) for other in sorted(forming.wanted)]
         return actions
+
+    def forget(self, is_over: Callable[[str], bool]) -> None:
+        """Plan no more for groups, by name, that are over, and wait for nobody to come to them."""
+        for number in [number for number, group in self._formed.items() if is_over(group.name)]:
+            del self._formed[number]
+        for name in [name for name in self._forming if is_over(name)]:
+            del self._forming[name]
 
     def deadlines(self) -> list[float]:
         times = [forming.tell_at for forming in self._forming.values()]

@@ -34,6 +34,9 @@ class Placing:
     def publish(self, job: Job, sender: str, message: PublishWanted) -> list[Action]:
         if job.failed is not None:
             return [Send(sender, "worker", PublishRefused(job.failed))]
+        other = job.other_way(sender, message.settings.way) if message.settings.way else ""
+        if other:
+            return [Send(sender, "worker", PublishRefused(other))]
         gone = job.publisher not in self._domain.members or job.publisher == sender
         if job.published is None or (not job.ready and gone):
             # Who had published it and is gone, or comes again, has its values still to send.

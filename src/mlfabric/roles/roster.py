@@ -55,6 +55,8 @@ WORTH_BREAKING_S: Final = 0.2
 PROBED: Final = 4
 # Groups that are kept, by who is in them; workers keep as many.
 GROUPS_KEPT: Final = 8
+# Names of groups of steps begin so.
+STEPS: Final = "steps/"
 
 
 @dataclass(slots=True)
@@ -115,6 +117,12 @@ class StepRoster:
     def current(self) -> list[str]:
         step = self.step
         return sorted(name for name, worker in self._workers.items() if worker.holds == step)
+
+    def is_over(self, group: str) -> bool:
+        """Whether this is a group of steps that will not be called again."""
+        if not group.startswith(STEPS) or not self._settled:
+            return False
+        return group not in self._groups.values() and group not in self._running.values()
 
     # --- what workers say -------------------------------------------------------------------------------
 
@@ -199,7 +207,9 @@ class StepRoster:
         self.look_at = None
         for gone in self._workers.keys() - hosts.keys():
             del self._workers[gone]
-            self._groups = {nodes: name for nodes, name in self._groups.items() if gone not in nodes}
+        self._groups = {
+            nodes: name for nodes, name in self._groups.items() if self._workers.keys() >= {*nodes}
+        }
         for gone in self._running.keys() - hosts.keys():
             del self._running[gone]
         actions = self._settle(hosts, absent, now)
@@ -291,7 +301,7 @@ class StepRoster:
         name = self._groups.pop(members, None)
         if name is None:
             self._count += 1
-            name = f"steps/{self._term}.{self._count}"
+            name = f"{STEPS}{self._term}.{self._count}"
         self._groups[members] = name
         while len(self._groups) > GROUPS_KEPT:
             del self._groups[next(iter(self._groups))]

@@ -50,7 +50,9 @@ from mlfabric.messages import (
     StepEnded,
     StepReady,
     StepsOver,
+    TrainsIn,
     UpdateRefused,
+    WayRefused,
 )
 from mlfabric.roles.actions import Action, SchedulerSettings, Send
 from mlfabric.roles.admission import Admission
@@ -66,6 +68,7 @@ from mlfabric.roles.replacing import Replacing
 from mlfabric.roles.resuming import Resuming
 from mlfabric.roles.roster import StepRoster
 from mlfabric.roles.status import job_status, member_status
+from mlfabric.ways import FASTEST
 
 # How soon a scheduler that hears too few members looks again.
 LOOK_AGAIN_S = 0.25
@@ -165,6 +168,12 @@ class Scheduler:
                 return known
             job.groups.want(sender, message, now)
             return self._form(job, message.name)
+        if isinstance(message, TrainsIn):
+            return self._let_in(job, sender, message.way, message.again)[1]
+        if isinstance(message, StepReady):
+            inside, refused = self._let_in(job, sender, FASTEST, message.holds >= 0)
+            if not inside:
+                return refused
         if isinstance(message, StepReady | StepEnded | StepsOver):
             if job.roster is None:
                 job.roster = StepRoster(self._domain.settings.term, now)
@@ -203,6 +212,16 @@ class Scheduler:
             case LeadYielded():
                 return self._handover.lead_yielded(job, sender, message)
         return []
+
+    def _let_in(self, job: Job, sender: str, way: str, known: bool) -> tuple[bool, list[Action]]:
+        """Whether a worker may train in this way, as it does already where it is `known`."""
+        why = "" if known else job.other_way(sender, way)
+        if why:
+            return False, [Send(sender, "stepper", WayRefused(why))]
+        if job.published is not None and sender not in job.ways and not known:
+            return False, []  # it finds out by what it hears of the model
+        job.ways[sender] = way
+        return True, []
 
     def _silent(self, now: float) -> list[Action]:
         self._look_at = now + LOOK_AGAIN_S
@@ -286,7 +305,9 @@ class Scheduler:
             for name in self._domain.workers(job)
             if name not in self._domain.draining
         }
-        return roster.look(workers, self._domain.absent(job), self._domain.network_of(job), now)
+        actions = roster.look(workers, self._domain.absent(job), self._domain.network_of(job), now)
+        job.groups.forget(roster.is_over)
+        return actions
 
     def _goes_on(self, job: Job) -> bool:
         """Whether updates can be granted: every shard is led, or changes hands in good order."""

@@ -13,11 +13,21 @@ from mlfabric.events import (
     MessageReceived,
     SchedulerChanged,
     StepCarriedOut,
+    TrainingBegun,
     TrainingEnded,
     TrainingReported,
 )
-from mlfabric.messages import StepBroken, StepCalled, StepEnded, StepReady, StepsOver, StepsWithout
-from mlfabric.roles.actions import Action, CarryOutStep, GiveUpStep, ProbeLinks, Send, WorkerSettings
+from mlfabric.messages import (
+    StepBroken,
+    StepCalled,
+    StepEnded,
+    StepReady,
+    StepsOver,
+    StepsWithout,
+    TrainsIn,
+    WayRefused,
+)
+from mlfabric.roles.actions import Action, CarryOutStep, FailJob, GiveUpStep, ProbeLinks, Send, WorkerSettings
 
 
 class StepperStatistics(msgspec.Struct, frozen=True):
@@ -29,6 +39,7 @@ class StepperStatistics(msgspec.Struct, frozen=True):
 class Stepper:
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
+        self._way: str | None = None  # of training, where it is not by called steps
         self._training: TrainingReported | None = None
         self._holds = -1
         self._call: StepCalled | None = None  # it is carried out just now
@@ -38,8 +49,11 @@ class Stepper:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         match event:
+            case TrainingBegun(way=way):
+                self._way = way
+                return [self._tell(TrainsIn(way))]
             case TrainingReported():
-                self._training = event
+                self._way, self._training = None, event
                 self._holds = max(self._holds, event.applied)
                 return [self._tell(self._standing(event))]
             case StepCarriedOut(step=step, error=error):
@@ -50,6 +64,10 @@ class Stepper:
                 return [self._tell(StepsOver()), *self._probe(())]
             case SchedulerChanged() if self._training is not None:
                 return [self._tell(self._standing(self._training))]
+            case SchedulerChanged() if self._way is not None:
+                return [self._tell(TrainsIn(self._way, again=True))]
+            case MessageReceived(message=WayRefused(reason=reason)):
+                return [FailJob(reason)]
             case MessageReceived(message=StepCalled() as call):
                 self._call = call
                 stop = self._probe(()) if len(call.nodes) > 1 else []
@@ -91,7 +109,7 @@ class Stepper:
         self._probes = bool(peers)
         return [ProbeLinks(tuple(peer for peer in peers if peer != self._settings.node))]
 
-    def _tell(self, message: StepReady | StepEnded | StepsOver) -> Send:
+    def _tell(self, message: TrainsIn | StepReady | StepEnded | StepsOver) -> Send:
         return Send(self._settings.scheduler, "scheduler", message)
 
     def next_deadline(self) -> float | None:

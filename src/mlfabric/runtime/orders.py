@@ -15,6 +15,7 @@ from mlfabric.events import (
     PublishRequested,
     PullRequested,
     StepCarriedOut,
+    TrainingBegun,
     TrainingEnded,
     TrainingReported,
     UpdateSubmitted,
@@ -41,6 +42,7 @@ Told = (
     | UpdateSubmitted
     | PullRequested
     | DurabilityRequested
+    | TrainingBegun
     | TrainingReported
     | StepCarriedOut
     | TrainingEnded

@@ -9,14 +9,7 @@ import msgspec
 from mlfabric.messages import JobSettings, RuleSpec
 from mlfabric.rules import make_rule
 from mlfabric.torch.modes import TAKES, Wishes
-
-
-def different_mode(mode: str, way: str) -> str:
-    """A sentence, empty if the job trains in this mode; `way` is what its first worker said."""
-    if mode == way:
-        return ""
-    theirs = f"train in mode {way}" if way else "push updates of their own making"
-    return f"the job's workers {theirs}, this one trains in mode {mode}; all of a job train in the same mode"
+from mlfabric.ways import different_mode
 
 
 def difference(wishes: Wishes, rule: RuleSpec, settings: JobSettings, published: RuleSpec) -> str:

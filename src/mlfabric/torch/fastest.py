@@ -19,12 +19,12 @@ from mlfabric.api import Fabric
 from mlfabric.errors import FabricError
 from mlfabric.events import TrainingEnded, TrainingReported
 from mlfabric.numerics import Vector
-from mlfabric.torch.agreement import different_mode
 from mlfabric.torch.calledsteps import CalledSteps, Offer, StepResult
 from mlfabric.torch.flat import FlatModel
 from mlfabric.torch.modes import Wishes
 from mlfabric.torch.optimizers import read_optimizer
 from mlfabric.torch.plainstate import read_state, set_state
+from mlfabric.ways import FASTEST, different_mode
 
 # A gradient goes into a step so many steps after the one whose model it is of, at most.
 MAX_DELAY: Final = 8
@@ -146,12 +146,13 @@ class Fastest:
         while self._steps.applied < 0:
             published = self._client.settings
             if published is not None:
-                raise FabricError(different_mode("fastest", published.way))
+                raise FabricError(different_mode(FASTEST, published.way))
             if time.monotonic() >= until:
                 raise TimeoutError(f"the workers of the job are not all here (after {self._timeout:g} s)")
             with self._steps.changed:
                 self._steps.changed.wait_for(self._has_news, LOOK_S)
             self._apply_all()
+            self._check()
         self._compute()
 
     def _report(

@@ -21,9 +21,10 @@ from mlfabric.api import Fabric, Pulling, Ticket
 from mlfabric.api import join as join_fabric
 from mlfabric.client import Committed, Dropped, Model, Outcome
 from mlfabric.errors import FabricError
+from mlfabric.events import TrainingBegun
 from mlfabric.messages import RuleSpec, StepSettings
 from mlfabric.rules import SGD, Average, Pieces, Rounds, Rule, make_rule
-from mlfabric.torch.agreement import difference, different_mode
+from mlfabric.torch.agreement import difference
 from mlfabric.torch.fastest import Fastest
 from mlfabric.torch.flat import FlatModel
 from mlfabric.torch.modes import UNSET, Bound, Mode, Pull, Unset, Wishes, check_fits, fitting
@@ -37,6 +38,7 @@ from mlfabric.torch.optimizers import (
 )
 from mlfabric.torch.plainstate import cloned, load_plain, plain_state, read_state
 from mlfabric.torch.stepping import FabricOptimizer
+from mlfabric.ways import different_mode
 
 ARRAY = "model"
 # How often one that waits for all workers looks whether they train in another way.
@@ -269,6 +271,7 @@ class Training:
 
     def _same_start(self) -> None:
         """All ranks begin with rank 0's values."""
+        self.fabric._client.tell_stepper(TrainingBegun(self.mode))
         rank = self._my_rank()
         values = self._flat.values.numpy()
         if rank:
