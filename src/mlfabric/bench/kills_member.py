@@ -72,6 +72,7 @@ def main() -> None:
         down=part.rate,
         log=part.log,
         timeout=JOIN_S,
+        engine="thread",  # whose roles are read here
     )
     say({"address": fabric.address})
     threading.Thread(target=tell_roles, args=(fabric,), daemon=True).start()

@@ -100,9 +100,11 @@ def place_engine(settings: Settings, roles: tuple[str, ...], neighbours: int) ->
     """What was asked for, or what is best; then it is said why."""
     if settings.engine != "auto":
         return Choice(settings.engine, "it was asked for")
-    choice = choose(gather(settings, roles, neighbours), lambda: mean_lag(NAPS, NAP_S))
+    facts = gather(settings, roles, neighbours)
+    choice = choose(facts, lambda: mean_lag(NAPS, NAP_S))
     where = "a thread" if choice.engine == "thread" else "a process of its own"
-    level = logging.WARNING if choice.forced else logging.INFO
+    # Where nothing is trained nobody wonders.
+    level = logging.WARNING if choice.forced else logging.INFO if facts.works else logging.DEBUG
     logger.log(level, "%s serves the network from %s: %s", settings.name, where, choice.reason)
     return choice
 
