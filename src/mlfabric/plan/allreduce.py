@@ -344,6 +344,11 @@ class Participation:
     pace: float = 0.0  # what was weighed: the worth of a step by the time it takes
 
 
+def worth_of(updates: int, half_worth: float) -> float:
+    """What a step of so many updates is worth, where one of `half_worth` counts half of infinitely many."""
+    return updates / (updates + half_worth)
+
+
 def choose_participants(
     network: Network,
     workers: Sequence[str],
@@ -386,7 +391,7 @@ def choose_participants(
             continue
         step_s = wait_s + _least_time(count, slowest, up, down, size_bytes)
         took_s = max(compute_s, step_s) if overlapped else compute_s + step_s
-        worth = count if half_worth is None else count / (count + half_worth)
+        worth = count if half_worth is None else worth_of(count, half_worth)
         pace = worth / took_s if took_s > 0 else INF
         if best is None or pace >= best[0]:
             best = (pace, count - len(must), step_s)

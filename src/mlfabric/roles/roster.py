@@ -18,7 +18,7 @@ from statistics import median
 from typing import Final
 
 from mlfabric.messages import StepBroken, StepCalled, StepEnded, StepReady, StepsOver, StepsWithout
-from mlfabric.plan.allreduce import Participation, choose_participants, ring_time
+from mlfabric.plan.allreduce import Participation, choose_participants, ring_time, worth_of
 from mlfabric.roles.actions import Action, Note, Send
 from mlfabric.topology import Network
 
@@ -248,13 +248,15 @@ class StepRoster:
         call = self._call
         if call is None or call.step < 0 or self._broken or len(self._running) < len(call.nodes):
             return []
+        if not self._knows_times:
+            return []
         left_s = self._plain_s(call.nodes) - (now - self._called_at)
         best = self._weigh(self._workers, now)
-        if not self._knows_times or left_s < best.step_s + WORTH_BREAKING_S:
+        if left_s < best.step_s + WORTH_BREAKING_S:
             return []
         # The same gradients in another step, and what more is done until this one would be through.
-        instead = _worth(len(best.participants)) + best.pace * (left_s - best.step_s)
-        if instead < WORTH_BREAKING * _worth(len(call.nodes)):
+        instead = worth_of(len(best.participants), HALF_WORTH) + best.pace * (left_s - best.step_s)
+        if instead < WORTH_BREAKING * worth_of(len(call.nodes), HALF_WORTH):
             return []
         return self._break(call.step, f"it would take {left_s:.2f} s more, another one {best.step_s:.2f} s")
 
@@ -404,10 +406,6 @@ class StepRoster:
         if worker.since is None or typical_s is None:
             return None
         return worker.since + OVERDUE * typical_s + GRACE_S
-
-
-def _worth(gradients: int) -> float:
-    return gradients / (gradients + HALF_WORTH)
 
 
 def _rate(network: Network, host: str) -> float:

@@ -83,7 +83,6 @@ class RateMeter:
         self._samples: deque[float] = deque(maxlen=STEADY_SAMPLES)
         self._passed: tuple[float, int] | None = None
         self._passing: deque[float] = deque(maxlen=RAISE_SAMPLES)
-
         self._probes: deque[tuple[float, float]] = deque(maxlen=PROBE_SAMPLES)
 
     def probed(self, now: float, rate: float) -> None:

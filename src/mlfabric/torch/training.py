@@ -293,11 +293,15 @@ class Training:
                         f"the workers of the job are not all here (after {self._timeout:g} s)"
                     ) from None
 
-    def _step_together(self, scale: float, infinite: bool | None) -> None:
+    def _take_gradient(self, scale: float, infinite: bool | None) -> Any:
         """Infinite gradients of one rank make all skip the step, as their average would be infinite."""
         update = self._flat.take_update(self._wishes.clip_norm if not infinite else None, scale)
         if infinite:
             update[0] = np.inf
+        return update
+
+    def _step_together(self, scale: float, infinite: bool | None) -> None:
+        update = self._take_gradient(scale, infinite)
         self.fabric.all_reduce(update, self._timeout, combine="avg")
         self._flat.values[self._flat.trained :] = torch.from_numpy(update[self._flat.trained :])
         if infinite is not None and not np.isfinite(update[: self._flat.trained]).all():
@@ -311,14 +315,8 @@ class Training:
     # --- among the fastest ------------------------------------------------------------------------------
 
     def _step_with_the_fastest(self, fastest: Fastest, scale: float, infinite: bool | None) -> None:
-        def take() -> Any:
-            update = self._flat.take_update(self._wishes.clip_norm if not infinite else None, scale)
-            if infinite:
-                update[0] = np.inf
-            return update
-
         self.steps += 1
-        fastest.step(take, infinite is not None)
+        fastest.step(lambda: self._take_gradient(scale, infinite), infinite is not None)
 
     def _step_settled(self, delay: int | None) -> None:
         if delay is None:
