@@ -166,6 +166,7 @@ class TrainingReported(Event, frozen=True):
     waits: bool = False
     size_bytes: int = 0
     computed_s: float | None = None
+    rolls: bool = False
 
 
 class StepCarriedOut(Event, frozen=True):
@@ -173,6 +174,7 @@ class StepCarriedOut(Event, frozen=True):
 
     step: int
     error: str | None = None
+    more: bool = False
 
 
 class TrainingEnded(Event, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 FASTEST: Final = "fastest"
+ROLLING: Final = "rolling"
 
 
 def different_mode(mode: str, way: str) -> str:

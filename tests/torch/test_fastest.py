@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,16 @@ OPTIMIZER = ("SGD", {"lr": 0.01, "momentum": 0.9})
 class Party:
     """Workers in threads of their own, and the digest of every model that one of them has had."""
 
-    def __init__(self, count: int, engine: str = "thread", log: Path | None = None) -> None:
+    def __init__(
+        self,
+        count: int,
+        engine: str = "thread",
+        log: Path | None = None,
+        mode: Any = "fastest",
+        optimizer: tuple[str, dict[str, Any]] = OPTIMIZER,
+    ) -> None:
+        self.mode, self.optimizer = mode, optimizer
+        self.watch: Callable[[int, Training], None] = lambda rank, training: None
         self.fabrics: list[Fabric] = []
         for rank in range(count):
             where = self.fabrics[0].address if rank else "127.0.0.1:0"
@@ -56,7 +66,8 @@ class Party:
         """Make so many steps, or as many as it takes until all that count theirs are through."""
         model = self.models[rank]
         try:
-            training = join(model, OPTIMIZER, "fastest", fabric=self.fabrics[rank], timeout=20.0, **wishes)
+            fabric = self.fabrics[rank]
+            training = join(model, self.optimizer, self.mode, fabric=fabric, timeout=20.0, **wishes)
             self.trainings[rank] = training
             for number, batch in enumerate(batches(rank, steps or 1000)):
                 if not steps and self.through.is_set():
@@ -64,7 +75,8 @@ class Party:
                 time.sleep(slow if number % 4 == 3 else 0.002)
                 loss_of(model, batch).backward()
                 training.step()
-                self.seen[rank][training.version] = digest(model)
+                self.seen[rank][training.version] = hashlib.sha256(training.weights()).hexdigest()
+                self.watch(rank, training)
             if leaves:
                 self.fabrics[rank]._engine.stop(0.0)  # without a word
                 return

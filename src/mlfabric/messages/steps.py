@@ -29,6 +29,7 @@ class StepReady(Message, frozen=True):
     size_bytes: int = 0  # of a gradient
     computed_s: float | None = None  # what the gradient took
     running: str | None = None  # the group of the step it was called to and is not through with
+    rolls: bool = False  # it gives what it has to every step, and waits for none
 
 
 class StepEnded(Message, frozen=True):
@@ -36,6 +37,7 @@ class StepEnded(Message, frozen=True):
 
     step: int
     error: str | None = None
+    more: bool = False  # it rolls, and has gradients for the next step already
 
 
 class StepsOver(Message, frozen=True):

@@ -4,6 +4,9 @@ The scheduler calls every step. Workers with a slow link are left out until it i
 take long to compute get the sum without giving to it, so that they hold nobody up and still have the model.
 Whoever was left out comes back as a joiner: it gets model and optimizer state beside the sum.
 
+Where workers roll (`rolls`), all of them take part in every step and nobody is waited for: a step is called
+as soon as the last one has ended and half of them have something to give, and takes what is there.
+
 The step that is due is the one that the worker furthest on holds the model of; whoever holds that is current.
 So if all that had a sum are gone, the step is made again by those who are left, and no step ever has two
 sums. The next step is called when the last one has ended wherever it was called, well or not.
@@ -73,6 +76,7 @@ class _Worker:
     times: deque[float] = field(default_factory=lambda: deque(maxlen=TIMES_KEPT))
     told_without: frozenset[str] = frozenset()
     looks_on: bool = False  # it gives nothing: nobody waits for it
+    rolls: bool = False  # it gives to every step what it has by then
 
     def gives(self, step: int) -> bool:
         return self.base is not None and step <= self.until
@@ -130,8 +134,8 @@ class StepRoster:
         match message:
             case StepReady():
                 self._stands(node, message, now)
-            case StepEnded(step=step, error=error):
-                return self._ended(node, step, error, now)
+            case StepEnded():
+                return self._ended(node, message, now)
             case StepsOver():
                 self._workers.pop(node, None)
         return []
@@ -140,7 +144,7 @@ class StepRoster:
         worker = self._workers.setdefault(node, _Worker())
         worker.holds, worker.applied = ready.holds, ready.applied
         worker.base, worker.until, worker.waits = ready.base, ready.until, ready.waits
-        worker.size_bytes = ready.size_bytes
+        worker.size_bytes, worker.rolls = ready.size_bytes, ready.rolls
         worker.looks_on = ready.waits and ready.base is None
         worker.since = None if ready.waits else now
         if ready.computed_s is not None:
@@ -148,7 +152,8 @@ class StepRoster:
         if ready.running is not None:
             self._running[node] = ready.running
 
-    def _ended(self, node: str, step: int, error: str | None, now: float) -> list[Action]:
+    def _ended(self, node: str, ended: StepEnded, now: float) -> list[Action]:
+        step, error = ended.step, ended.error
         call, worker = self._call, self._workers.get(node)
         self._running.pop(node, None)
         if error is not None:
@@ -162,6 +167,9 @@ class StepRoster:
             worker.applied = step
         if worker.waits:
             worker.applied = step + 1
+        if worker.rolls:
+            worker.base = step if ended.more else None
+            return []
         contributed = call is None or node in call.contributors
         if worker.base is not None and worker.base <= step and (contributed or step >= worker.until):
             worker.base = None  # it is in, or too old by now
@@ -220,6 +228,8 @@ class StepRoster:
             return actions
         if self.step < 0:
             return [*actions, *self._begin(hosts, absent)]
+        if any(worker.rolls for worker in self._workers.values()):
+            return [*actions, *self._roll(now)]
         return [*actions, *self._next(now)]
 
     def _settle(self, hosts: Mapping[str, str], absent: int, now: float) -> list[Action]:
@@ -291,6 +301,21 @@ class StepRoster:
         self._called_at, self._expected_s = now, self._weigh(nodes, now, everybody=True).step_s
         actions += self._called(step, nodes, sorted(givers), feeders if joiners else [], joiners)
         return [*actions, *self._without(chosen, tuple(nodes))]
+
+    def _roll(self, now: float) -> list[Action]:
+        """A step of all who are current, if half of those who compute have something to give."""
+        step = self.step
+        members = [name for name in self.current if step - self._workers[name].applied <= MOST_QUEUED]
+        for name in set(self.current) - set(members):
+            self._workers[name].base = None  # until it says again that it has something, and joins
+        computing = [name for name in members if not self._workers[name].looks_on]
+        giving = [name for name in computing if self._workers[name].base is not None]
+        if not giving or 2 * len(giving) < len(computing):
+            return []
+        joiners = [name for name in sorted(self._workers) if self._joinable(name, step)]
+        nodes = sorted([*members, *joiners])
+        self._called_at, self._expected_s = now, self._weigh(nodes, now, everybody=True).step_s
+        return self._called(step, nodes, nodes, members if joiners else [], joiners)
 
     def _joinable(self, name: str, step: int) -> bool:
         worker = self._workers[name]

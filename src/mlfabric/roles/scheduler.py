@@ -68,7 +68,7 @@ from mlfabric.roles.replacing import Replacing
 from mlfabric.roles.resuming import Resuming
 from mlfabric.roles.roster import StepRoster
 from mlfabric.roles.status import job_status, member_status
-from mlfabric.ways import FASTEST
+from mlfabric.ways import FASTEST, ROLLING
 
 # How soon a scheduler that hears too few members looks again.
 LOOK_AGAIN_S = 0.25
@@ -171,7 +171,8 @@ class Scheduler:
         if isinstance(message, TrainsIn):
             return self._let_in(job, sender, message.way, message.again)[1]
         if isinstance(message, StepReady):
-            inside, refused = self._let_in(job, sender, FASTEST, message.holds >= 0)
+            way = ROLLING if message.rolls else FASTEST
+            inside, refused = self._let_in(job, sender, way, message.holds >= 0)
             if not inside:
                 return refused
         if isinstance(message, StepReady | StepEnded | StepsOver):

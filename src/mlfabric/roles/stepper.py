@@ -56,9 +56,9 @@ class Stepper:
                 self._way, self._training = None, event
                 self._holds = max(self._holds, event.applied)
                 return [self._tell(self._standing(event))]
-            case StepCarriedOut(step=step, error=error):
-                self._carried_out(step, error)
-                return [self._tell(StepEnded(step, error))]
+            case StepCarriedOut(step=step, error=error, more=more):
+                self._carried_out(step, error, more)
+                return [self._tell(StepEnded(step, error, more))]
             case TrainingEnded():
                 self._training = None
                 return [self._tell(StepsOver()), *self._probe(())]
@@ -78,7 +78,7 @@ class Stepper:
                 return self._probe(peers)
         return []
 
-    def _carried_out(self, step: int, error: str | None) -> None:
+    def _carried_out(self, step: int, error: str | None, more: bool) -> None:
         call, training = self._call, self._training
         self._call = None
         if error is not None:
@@ -86,6 +86,9 @@ class Stepper:
             return
         self._taken_part += 1
         self._holds = step + 1
+        if training is not None and training.rolls:
+            self._training = msgspec.structs.replace(training, base=step if more else None)
+            return
         if call is None or training is None or training.base is None:
             return
         if training.base <= step and (self._settings.node in call.contributors or step >= training.until):
@@ -101,6 +104,7 @@ class Stepper:
             training.size_bytes,
             training.computed_s,
             self._call.group if self._call is not None else None,
+            training.rolls,
         )
 
     def _probe(self, peers: tuple[str, ...]) -> list[Action]:

@@ -11,6 +11,7 @@ import itertools
 import logging
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,24 +36,15 @@ APPLY_S: Final = 30.0
 
 
 @dataclass(slots=True)
-class Offer:
-    """A gradient that waits for a step."""
-
-    vector: Vector
-    base: int  # of the model of this step
-    until: int  # the last step it may go into
-
-
-@dataclass(slots=True)
 class StepResult:
     step: int
-    mean: Vector  # of the contributors' gradients; of step -1, the values to begin with
+    mean: Vector  # of the step's gradients; of step -1, the values to begin with
     state: Vector | None  # what the step begins with, where it was joined
-    delay: int | None = None  # of the own gradient, if it is in
-    dropped: bool = False  # the own gradient, too old by now
+    gradients: int = 1  # in the mean; 0: nobody had one, and there is nothing to apply
+    delays: tuple[int | None, ...] = ()  # of own gradients that are in; None: one that was dropped
 
 
-class CalledSteps:
+class CalledSteps(ABC):
     """`changed` guards the model: who changes it, or copies it for others, holds it."""
 
     def __init__(
@@ -67,7 +59,6 @@ class CalledSteps:
         """`values` fills a vector with what all begin with, `state` one with all that a joiner needs."""
         self.changed = threading.Condition()
         self.results: deque[StepResult] = deque()
-        self.offer: Offer | None = None
         self.applied = -1
         self.failed: str | None = None
         self._node = node
@@ -120,12 +111,15 @@ class CalledSteps:
             if error is not None and len(call.nodes) > 1:
                 self._client.groups.break_group(call.group, error)
             self._running = None
-            self._client.tell_stepper(StepCarriedOut(call.step, error))
+            self._tell_end(call, error)
+
+    def _tell_end(self, call: StepCalled, error: str | None) -> None:
+        self._client.tell_stepper(StepCarriedOut(call.step, error))
 
     def _carry_out(self, call: StepCalled) -> None:
         vector = self._spare.pop() if self._spare else self._client.empty(self._elements, np.float32)
         feeds, joins = self._node in call.feeders, self._node in call.joiners
-        offer = self._fill(vector, call)
+        self._fill(vector, call)
         state: Vector | None = None
         if feeds or joins:
             state = self._client.empty(self._state_elements, np.float32)
@@ -134,9 +128,10 @@ class CalledSteps:
         summing: list[OperationCall] = []
         moving: list[OperationCall] = []
         if len(call.nodes) > 1:
-            view = vector.view("u1").data
-            wanted = Call("all_reduce", "float32", 4, "sum", blocks=(changes(view),))
-            summing.append(self._client.groups.collective(call.group, call.nodes, wanted))
+            for array in self._travelling(vector, call):
+                blocks = (changes(array.view("u1").data),)
+                wanted = Call("all_reduce", array.dtype.name, array.itemsize, "sum", blocks=blocks)
+                summing.append(self._client.groups.collective(call.group, call.nodes, wanted))
             self._keep_few(call.group)
         if state is not None:
             moving = self._move(call, state)
@@ -145,24 +140,44 @@ class CalledSteps:
             self._client.groups.break_group(call.group, given_up[1])
         for operation in summing + (moving if joins else []):
             operation.answer.result()
-        vector /= np.float32(len(call.contributors))
-        self._hand_over(call, vector, state if joins else None, offer)
+        result = StepResult(call.step, vector, state if joins else None)
+        self._take_mean(result, call)
+        with self.changed:
+            self._settle(result, call)
+            self.results.append(result)
+            self.changed.notify_all()
         for operation in moving:
             operation.answer.exception()  # the sum is here; joiners tell themselves if they lack something
 
-    def _fill(self, vector: Vector, call: StepCalled) -> Offer | None:
-        """What this worker adds to the sum; the gradient it has on offer, in it or not."""
+    def _travelling(self, vector: Vector, call: StepCalled) -> Sequence[Vector]:
+        """What is summed, in the form in which it travels."""
+        return [vector]
+
+    def _fill(self, vector: Vector, call: StepCalled) -> None:
+        """What this worker adds to the sum."""
         with self.changed:
-            offer = self.offer
             if self._node not in call.contributors:
                 vector.fill(0)
             elif call.step < 0:
                 self._values(vector)
-            elif offer is None:
-                raise FabricError(f"{self._node} has no gradient for step {call.step}")
             else:
-                np.copyto(vector, offer.vector)
-            return offer
+                self._give(vector, call)
+
+    @abstractmethod
+    def _give(self, vector: Vector, call: StepCalled) -> None:
+        """Fill in what there is to give; `changed` is held."""
+
+    def _take_mean(self, result: StepResult, call: StepCalled) -> None:
+        """Make the sum a mean."""
+        result.mean /= np.float32(len(call.contributors))
+
+    @abstractmethod
+    def _settle(self, result: StepResult, call: StepCalled) -> None:
+        """A step is through: say in the result what became of what was given; `changed` is held."""
+
+    @abstractmethod
+    def withdraw(self) -> None:
+        """Have nothing to give; `changed` is held."""
 
     def _copy_state(self, state: Vector, step: int) -> None:
         with self.changed:
@@ -183,18 +198,6 @@ class CalledSteps:
             for feeder, part in zip(call.feeders, parts, strict=True)
         ]
 
-    def _hand_over(self, call: StepCalled, mean: Vector, state: Vector | None, offer: Offer | None) -> None:
-        result = StepResult(call.step, mean, state)
-        with self.changed:
-            if offer is not None and self._node in call.contributors and call.step >= 0:
-                result.delay = call.step - offer.base
-                self.offer = None
-            elif self.offer is not None and call.step >= self.offer.until:
-                result.dropped = True
-                self.offer = None
-            self.results.append(result)
-            self.changed.notify_all()
-
     def _keep_few(self, group: str) -> None:
         """The scheduler calls by the names of the last few groups; others it will not use again."""
         self._groups.pop(group, None)
@@ -203,6 +206,40 @@ class CalledSteps:
             oldest = next(iter(self._groups))
             del self._groups[oldest]
             self._client.groups.leave_group(oldest)
+
+
+@dataclass(slots=True)
+class Offer:
+    """A gradient that waits for a step."""
+
+    vector: Vector
+    base: int  # of the model of this step
+    until: int  # the last step it may go into
+
+
+class OfferedSteps(CalledSteps):
+    """Steps that take one gradient of a worker, if the scheduler counts on it."""
+
+    offer: Offer | None = None
+
+    def _give(self, vector: Vector, call: StepCalled) -> None:
+        if self.offer is None:
+            raise FabricError(f"{self._node} has no gradient for step {call.step}")
+        np.copyto(vector, self.offer.vector)
+
+    def _settle(self, result: StepResult, call: StepCalled) -> None:
+        offer = self.offer
+        if offer is None:
+            return
+        if self._node in call.contributors and call.step >= 0:
+            result.delays = (call.step - offer.base,)
+            self.offer = None
+        elif call.step >= offer.until:
+            result.delays = (None,)
+            self.offer = None
+
+    def withdraw(self) -> None:
+        self.offer = None
 
 
 def _slices(elements: int, count: int) -> Sequence[slice]:

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 from mlfabric.errors import FabricError
 
-Mode = Literal["async", "ssp", "backup", "sync", "fastest", "local"]
+Mode = Literal["async", "ssp", "backup", "sync", "fastest", "rolling", "local"]
 Pull = Literal["after", "alongside", "overlapped"]
 Bound = int | Literal["auto", "none"]
 PULLS: Final = ("after", "alongside", "overlapped")
@@ -22,6 +22,7 @@ TAKES: Final[Mapping[str, frozenset[str]]] = {
     "backup": _SERVED | {"wait_for"},
     "sync": frozenset(),
     "fastest": frozenset({"max_delay", "pull"}),
+    "rolling": frozenset({"max_delay", "codec", "ahead"}),
     "local": _SERVED | {"max_delay", "pull", "local_steps", "outer"},
 }
 # Why, where it is not plain.
@@ -30,9 +31,12 @@ _BECAUSE: Final[Mapping[tuple[str, str], str]] = {
     ("backup", "max_delay"): "what is not of the current step is dropped",
     ("ssp", "pull"): "a worker's next model has to come after its update",
     ("backup", "pull"): "the next model is there when the step is complete",
+    ("rolling", "pull"): "no worker waits for a model there",
 }
 # Running statistics are averaged as they are; these take values for changes.
 LOSSY_FOR_STATISTICS: Final = ("int8", "topk")
+# Numbers that can be added as they travel.
+ROLLING_CODECS: Final = ("float32", "float16")
 
 
 class Unset(Enum):
@@ -60,6 +64,7 @@ class Wishes:
     local_steps: int = 8
     # Learning rate and Nesterov momentum of the servers' step; by default changes are averaged.
     outer: tuple[float, float] = (1.0, 0.0)
+    ahead: bool = True  # compute where the model will be when the gradient is applied
 
     def gradients_per_step(self, workers: int) -> int:
         if self.wait_for is not None:
@@ -85,11 +90,16 @@ def fitting(mode: str, given: Mapping[str, Any]) -> Wishes:
 def _check(wishes: Wishes) -> None:
     if wishes.pull not in PULLS:
         raise FabricError(f"unknown pull {wishes.pull!r}; it is one of {', '.join(PULLS)}")
-    if wishes.mode == "fastest":
-        if wishes.pull == "alongside":
-            raise FabricError("pull='alongside' has no meaning in mode fastest: there is no model to pull")
-        if wishes.max_delay == "none" or (isinstance(wishes.max_delay, int) and wishes.max_delay < 0):
-            raise FabricError(f"max_delay= is a number of steps in mode fastest, not {wishes.max_delay!r}")
+    if wishes.mode == "fastest" and wishes.pull == "alongside":
+        raise FabricError("pull='alongside' has no meaning in mode fastest: there is no model to pull")
+    if wishes.mode in ("fastest", "rolling") and (
+        wishes.max_delay == "none" or (isinstance(wishes.max_delay, int) and wishes.max_delay < 0)
+    ):
+        raise FabricError(f"max_delay= is a number of steps in mode {wishes.mode}, not {wishes.max_delay!r}")
+    if wishes.mode == "rolling" and wishes.codec not in ROLLING_CODECS:
+        raise FabricError(
+            f"sums in mode rolling travel as {' or '.join(ROLLING_CODECS)}, not by codec {wishes.codec!r}"
+        )
     if wishes.local_steps < 1:
         raise FabricError(f"local_steps is at least 1, not {wishes.local_steps}")
     if wishes.staleness < 0:

@@ -3,8 +3,9 @@
 Servers on the members hold the model and step it; a worker offers its gradients and goes on with the freshest
 model, at once (`async`), not too far ahead of the slowest (`ssp`), or when the first few gradients have made
 one step (`backup`). In mode `sync` the ranks average their gradients by all-reduce and step by themselves
-instead, and so do in mode `fastest` those that are fast now (`torch.fastest`); in mode `local` they take
-several steps of their own and offer what these changed.
+instead, and so do in mode `fastest` those that are fast now (`torch.fastest`), in mode `rolling` all of them
+without ever waiting (`torch.rolling`); in mode `local` they take several steps of their own and offer what
+these changed.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from mlfabric.torch.optimizers import (
     read_optimizer,
 )
 from mlfabric.torch.plainstate import cloned, load_plain, plain_state, read_state
+from mlfabric.torch.rolling import Rolling
+from mlfabric.torch.stepped import SteppedTraining
 from mlfabric.torch.stepping import FabricOptimizer
 from mlfabric.ways import different_mode
 
@@ -89,11 +92,12 @@ class Training:
         self._settings: StepSettings | None = None  # what the next update is to be applied by
         self._published = RuleSpec("Sum")  # what servers apply updates by that come without settings
         self._every = wishes.gradients_per_step(workers) if wishes.mode == "backup" else 1
-        self._fastest: Fastest | None = None
+        self._stepped: SteppedTraining | None = None
         if wishes.mode == "sync":
             self._same_start()
-        elif wishes.mode == "fastest":
-            self._fastest = Fastest(
+        elif wishes.mode in ("fastest", "rolling"):
+            kind = Fastest if wishes.mode == "fastest" else Rolling
+            self._stepped = kind(
                 fabric, self._flat, inner, wishes, timeout, self._step_settled, self._step_skipped
             )
         else:
@@ -105,8 +109,8 @@ class Training:
     @property
     def version(self) -> int:
         """Updates in the model that this worker has now."""
-        if self._fastest is not None:
-            return self._fastest.version
+        if self._stepped is not None:
+            return self._stepped.version
         return self._base.version if self._base is not None else self.steps
 
     def step(self) -> Outcome | None:
@@ -123,8 +127,8 @@ class Training:
         """`scale` undoes a gradient scaler's; `infinite` is what it found, None where there is none."""
         if self.mode == "sync":
             self._step_together(scale, infinite)
-        elif self._fastest is not None:
-            self._step_with_the_fastest(self._fastest, scale, infinite)
+        elif self._stepped is not None:
+            self._step_when_called(self._stepped, scale, infinite)
         elif infinite:
             self.skipped += 1
             self._flat.point_gradients()
@@ -312,11 +316,11 @@ class Training:
         self._inner.step()
         self._flat.point_gradients()
 
-    # --- among the fastest ------------------------------------------------------------------------------
+    # --- by steps that the scheduler calls --------------------------------------------------------------
 
-    def _step_with_the_fastest(self, fastest: Fastest, scale: float, infinite: bool | None) -> None:
+    def _step_when_called(self, stepped: SteppedTraining, scale: float, infinite: bool | None) -> None:
         self.steps += 1
-        fastest.step(lambda: self._take_gradient(scale, infinite), infinite is not None)
+        stepped.step(lambda: self._take_gradient(scale, infinite), infinite is not None)
 
     def _step_settled(self, delay: int | None) -> None:
         if delay is None:
@@ -332,10 +336,22 @@ class Training:
 
     # --- state ------------------------------------------------------------------------------------------
 
+    def weights(self) -> Any:
+        """The parameters of the common model that this worker has, in one vector; in mode rolling the module
+        itself holds them moved on to where its next gradient will be applied."""
+        if self._stepped is not None:
+            return self._stepped.weights()
+        return self._flat.copy()[: self._flat.trained]
+
+    def catch_up(self) -> None:
+        """Have the newest common model that has come in the module, as it is: to evaluate it, say."""
+        if self._stepped is not None:
+            self._stepped.catch_up()
+
     def state_dict(self) -> dict[str, Any]:
         """A checkpoint that plain PyTorch loads: `model`, `optimizer`; `join(resume=...)` goes on from it."""
-        if self._fastest is not None:
-            self._fastest.catch_up()
+        if self._stepped is not None:
+            self._stepped.catch_up()
         else:
             self.finish()
         return {"model": cloned(self.model), "optimizer": self._plain_state(), "version": self.version}
@@ -351,8 +367,8 @@ class Training:
 
     def finish(self) -> None:
         """Wait for the update on its way and take the freshest model; nobody waits for this worker then."""
-        if self._fastest is not None:
-            self._fastest.finish()
+        if self._stepped is not None:
+            self._stepped.finish()
         elif self.mode != "sync":
             self._settle()
             self._pulling = None
@@ -361,8 +377,8 @@ class Training:
     def wait_for_others(self, timeout: float | None = None) -> None:
         """Until all other workers have left; then this one has the model that all of them trained."""
         until = time.monotonic() + timeout if timeout is not None else None
-        if self._fastest is not None:
-            self._fastest.look_on(lambda: self.fabric.worker_count <= 1, timeout)
+        if self._stepped is not None:
+            self._stepped.look_on(lambda: self.fabric.worker_count <= 1, timeout)
             return
         self.finish()
         while self.fabric.worker_count > 1:
@@ -409,6 +425,7 @@ def join(
     clip_norm: float | None = None,
     local_steps: int | Unset = UNSET,
     outer: tuple[float, float] | Unset = UNSET,
+    ahead: bool | Unset = UNSET,
     resume: Mapping[str, Any] | None = None,
     timeout: float = 60.0,
     fabric: Fabric | None = None,
@@ -421,10 +438,12 @@ def join(
     or what makes one from them. `mode`: "async" (servers step as updates come, none older than `max_delay`),
     "ssp" (the same, no worker more than `staleness` steps ahead of the slowest), "backup" (a step is the mean
     of the first `wait_for` gradients), "sync" (all ranks step together), "fastest" (those step together whose
-    links are fast now, by gradients up to `max_delay` steps old), "local" (`local_steps` steps of one's own,
-    then the `outer` learning rate and momentum on what they changed). `pull`: take the model after the update
-    is in, alongside it, or overlapped with the next step's computation. `codec`: how gradients travel, see
-    `Fabric.publish`. `resume`: a checkpoint, of `state_dict` or of plain PyTorch.
+    links are fast now, by gradients up to `max_delay` steps old), "rolling" (steps follow each other, each by
+    the gradients that are there by then, and nobody waits; `ahead`: a gradient is computed where the model
+    will be when it is applied), "local" (`local_steps` steps of one's own, then the `outer` learning rate and
+    momentum on what they changed). `pull`: take the model after the update is in, alongside it, or overlapped
+    with the next step's computation. `codec`: how gradients travel, see `Fabric.publish`.
+    `resume`: a checkpoint, of `state_dict` or of plain PyTorch.
     """
     wishes = fitting(
         mode,
@@ -439,6 +458,7 @@ def join(
             "clip_norm": clip_norm,
             "local_steps": local_steps,
             "outer": outer,
+            "ahead": ahead,
         },
     )
     joined = fabric if fabric is not None else join_fabric(timeout=timeout, **membership)
