@@ -6,7 +6,7 @@ from one worker and of none from one that straggles, and makes one step by the m
 link makes steps rarer and larger, and costs no gradient.
 
 What it does cost is age: a gradient goes into a step one to three steps after the one whose model it is of.
-So a worker computes where the model will be by then: the common model, moved on by what its last step changed,
+So a worker computes where the model will be by then: the common model, moved on by what its last step made,
 as many times as its own gradients were old lately, and once more as Nesterov does. Where gradients are of no
 age nothing is moved. `weights()` and checkpoints are of the common model itself.
 """
