@@ -25,7 +25,7 @@ class Ddp:
         dist.init_process_group("gloo")
         self._first = next(model.parameters())
         self.module = DistributedDataParallel(model)
-        self._optimizer = make_optimizer(model, size)
+        self._optimizer = make_optimizer(model.parameters(), size)
         self._local_steps = int(options.get("local_steps", 0))
         self._steps = 0
         # Their hooks count the passes they see, and do something else after some.

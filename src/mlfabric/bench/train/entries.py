@@ -19,7 +19,7 @@ class Entry(msgspec.Struct, frozen=True):
     kind: Kind
     how: Literal["alone", "ddp", "first-come", "fabric", "torchft", "hivemind"]
     options: dict[str, Any] = {}
-    step_size: StepSize = StepSize(0.05, 0.9)  # where no tuning has chosen another
+    step_size: StepSize = StepSize(0.001, 0.9)  # where no tuning has chosen another
     ours: bool = False
     policy: str = ""  # of the simulator, that predicts it; empty: none does
 

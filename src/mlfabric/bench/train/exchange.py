@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 import msgspec
 import torch
 
-from mlfabric.bench.train.settings import StepSize
+from mlfabric.bench.train.settings import SECOND_MOMENT, StepSize
 from mlfabric.torch.optimizers import load_stepping
 
 WARM_UP_PASSES: Final = 3
@@ -49,8 +49,8 @@ def warm_up_alone(model: Any, backward: Callable[[], None]) -> None:
         model.zero_grad()
 
 
-def make_optimizer(model: Any, size: StepSize) -> Any:
-    return torch.optim.SGD(model.parameters(), lr=size.lr, momentum=size.momentum)
+def make_optimizer(parameters: Any, size: StepSize) -> Any:
+    return torch.optim.Adam(parameters, lr=size.lr, betas=(size.momentum, SECOND_MOMENT))
 
 
 class Alone:
@@ -60,7 +60,7 @@ class Alone:
 
     def __init__(self, model: Any, size: StepSize) -> None:
         self.module = model
-        self._optimizer = make_optimizer(model, size)
+        self._optimizer = make_optimizer(model.parameters(), size)
 
     def warm_up(self, backward: Callable[[], None]) -> None:
         warm_up_alone(self.module, backward)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mlfabric.bench.train.exchange import Exchanged, warm_up_alone
-from mlfabric.bench.train.settings import StepSize
+from mlfabric.bench.train.settings import SECOND_MOMENT, StepSize
 from mlfabric.torch import join
 
 # What a contender does not choose is the default of join(), but for replicas: nobody else has any.
@@ -19,7 +19,7 @@ class FabricExchange:
     def __init__(self, model: Any, size: StepSize, options: Mapping[str, Any]) -> None:
         served = options["mode"] not in ("sync", "fastest")
         chosen = {**WITHOUT_REPLICAS, **options} if served else dict(options)
-        optimizer = ("SGD", {"lr": size.lr, "momentum": size.momentum})
+        optimizer = ("Adam", {"lr": size.lr, "betas": (size.momentum, SECOND_MOMENT)})
         self.module = model
         self.same_everywhere = chosen["mode"] == "sync"
         self.waits_for_its_turn = chosen["mode"] == "fastest"
