@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mlfabric.bench.train.exchange import Exchanged, make_optimizer, warm_up_alone
+from mlfabric.bench.train.exchange import Exchange, Exchanged, make_optimizer, warm_up_alone
 from mlfabric.bench.train.settings import StepSize
 from mlfabric.errors import FabricError
 
@@ -32,7 +32,7 @@ def _needs(module: str) -> None:
         raise FabricError(f"this contender needs {module}: pip install {module}")
 
 
-class TorchftDiloco:
+class TorchftDiloco(Exchange):
     """Every worker is a replica group of one; the lighthouse is on the first host."""
 
     sends_early = False
@@ -89,7 +89,7 @@ class TorchftDiloco:
         return Exchanged((0,) if shared else (), shared=shared)
 
 
-class HivemindLocal:
+class HivemindLocal(Exchange):
     """Local steps; parameters are averaged when all peers together have seen enough samples."""
 
     sends_early = False
