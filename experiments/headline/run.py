@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from mlfabric import scenario as scenarios
+from mlfabric.bench.train.adam import ArrayAdam
 from mlfabric.bench.train.judging import Curve, reached
 from mlfabric.bench.train.settings import DEFAULT_BATCH, DEFAULT_RATE, RunSettings, StepSize, fit
 from mlfabric.bench.train.task import (
@@ -42,10 +43,11 @@ TARGETS = (0.80, 0.85, 0.87, 0.89)
 
 @dataclass(frozen=True)
 class Applied:
-    """One step: when, and of each of its gradients the step whose model it is of, and its weight."""
+    """One step: when, and of each of its gradients the step whose model it is of, how many steps ahead of it
+    it was computed, and its weight."""
 
     at_s: float
-    parts: tuple[tuple[int, float], ...]
+    parts: tuple[tuple[int, float, float], ...]
 
 
 @dataclass
@@ -54,14 +56,16 @@ class Recorder:
 
     steps: list[Applied] = field(default_factory=list)
 
-    def read(self) -> int:
-        return len(self.steps)
+    def read(self, ahead: float = 0.0) -> tuple[int, float]:
+        # Nothing has moved before the first step, so that there is no way to look ahead along.
+        return len(self.steps), ahead if self.steps else 0.0
 
     def compute(self, model: Any, steps: int = 1) -> Any:
         return model
 
     def apply(self, gradients: list[Any], weights: list[float], now: float) -> None:
-        self.steps.append(Applied(now, tuple(zip(gradients, weights, strict=True))))
+        parts = ((*model, weight) for model, weight in zip(gradients, weights, strict=True))
+        self.steps.append(Applied(now, tuple(parts)))
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class Where:
     max_delay: int | None = None  # of the asynchronous policies; else as the scenario says
 
     def fitted(self) -> Scenario:
-        settings = RunSettings("gloo", self.scenario, self.seed, StepSize(0.05, 0.0), rate=self.rate)
+        settings = RunSettings("gloo", self.scenario, self.seed, StepSize(0.001, 0.0), rate=self.rate)
         scenario = fit(scenarios.load(scenarios.find(self.scenario)), settings)
         if self.max_delay is not None:
             job = msgspec.structs.replace(scenario.jobs[0], max_delay=self.max_delay)
@@ -89,7 +93,7 @@ def schedule(policy: str, where: Where) -> list[Applied]:
         count = int(policy.removeprefix(ROUNDS))
         settings = JobSettings(shards=0, divergence=None, wait_for=count, max_delay=count - 1)
         run = HostedRun(scenario, settings=settings)
-        return [Applied(at, ((k, 1.0),) * count) for k, at in enumerate(run.run(where.seconds).steps_s)]
+        return [Applied(at, ((k, 0.0, 1.0),) * count) for k, at in enumerate(run.run(where.seconds).steps_s)]
     recorder = Recorder()
     simulate_jobs(scenario, policy, lambda seconds: None, lambda: recorder)
     return recorder.steps
@@ -97,6 +101,11 @@ def schedule(policy: str, where: Where) -> list[Applied]:
 
 def has_diverged(curve: Curve) -> bool:
     return len(curve) > 8 and curve[-1][1] < 0.15
+
+
+def oldest_needed(step: Applied) -> int:
+    """Of the models that its gradients are of: whoever looks ahead needs the one before, too."""
+    return min(base - 1 if ahead else base for base, ahead, _ in step.parts)
 
 
 class Follower:
@@ -114,25 +123,23 @@ class Follower:
     ) -> list[tuple[float, float]]:
         """Accuracy against time, until the schedule ends or what was seen is enough."""
         weights = flat_weights(make_model(self._seed)).copy()
-        models, velocity = {0: weights}, np.zeros_like(weights)
+        models, adam = {0: weights}, ArrayAdam(size, len(weights))
         batches = Batches(self._seed, 0, len(self._data.labels), self._batch)
-        needed = np.minimum.accumulate([min(base for base, _ in step.parts) for step in reversed(steps)])[
-            ::-1
-        ]
+        needed = np.minimum.accumulate([oldest_needed(step) for step in reversed(steps)])[::-1]
         drawn = since = 0
         curve: list[tuple[float, float]] = []
         for number, step in enumerate(steps):
-            whole = sum(weight for _, weight in step.parts)
-            mean = None
-            for base, weight in step.parts:
-                gradient = self._gradient(models[base], batches.indices(drawn))
+            whole = sum(weight for _, _, weight in step.parts)
+            mean: Any = None
+            for base, ahead, weight in step.parts:
+                model = models[base]
+                if ahead:
+                    model = model + np.float32(ahead) * (model - models[base - 1])
+                gradient = self._gradient(model, batches.indices(drawn))
                 gradient *= np.float32(weight / whole)
                 mean = gradient if mean is None else mean + gradient
                 drawn += 1
-            velocity *= np.float32(size.momentum)
-            velocity += mean
-            scale = 1.0 if len(step.parts) > 1 else whole
-            weights = weights - np.float32(size.lr * scale) * velocity
+            weights = weights + adam.step(mean, 1.0 if len(step.parts) > 1 else whole)
             models[number + 1] = weights
             for old in [k for k in models if number + 1 < len(steps) and k < needed[number + 1]]:
                 del models[old]
@@ -160,7 +167,7 @@ class Follower:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("policy", help=f"of `mlfabric sim`, or {ROUNDS}K")
-    parser.add_argument("--sizes", nargs="+", default=["0.1,0", "0.2,0", "0.02,0.9", "0.05,0.9"])
+    parser.add_argument("--sizes", nargs="+", default=["0.0005,0", "0.001,0", "0.0005,0.9", "0.001,0.9"])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=500.0)
     parser.add_argument("--scenario", default=SCENARIO)

@@ -43,6 +43,7 @@ POLICIES = {
     "fcfs-sharded": "uniform-shards",
     "ssp": "ssp",
     "mlfabric-sync": "allreduce",
+    "mlfabric-rolling": "rolling",
     "mlfabric-fastest": "backup",
     "mlfabric-async": "mlfabric",
     "mlfabric-alongside": "mlfabric-alongside",
@@ -178,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     where = Where(given.seed, given.seconds, given.scenario, given.rate)
     search = Search(where, given.target, given.batch, given.look_every)
-    name = f"{given.scenario}-{given.rate}-batch{given.batch}-seed{given.seed}"
+    name = f"adam-{given.scenario}-{given.rate}-batch{given.batch}-seed{given.seed}"
     name += f"-{given.seconds:g}s-{given.target:g}"
     bench = Bench(search, given.folder / name, find_data(given.data))
     for contender in (name for name in given.contenders if name not in SAME_STEPS):

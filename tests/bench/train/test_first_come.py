@@ -1,4 +1,4 @@
-"""The first-come server is a fair one: momentum as in torch, whoever comes first, nobody too far ahead."""
+"""The first-come server is a fair one: Adam as in torch, whoever comes first, nobody too far ahead."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mlfabric.bench.train.first_come import ServerOrder, ShardServer, shard_ranges
+from mlfabric.bench.train.settings import SECOND_MOMENT
 
 torch = pytest.importorskip("torch")
 
@@ -17,14 +18,14 @@ def make_server(workers: int = 2, momentum: float = 0.0, slack: int | None = Non
     return ShardServer(np.zeros(4, np.float32), order)
 
 
-def test_steps_are_those_of_torch() -> None:
+def test_steps_are_those_of_torch_whoever_sends() -> None:
     server = make_server(momentum=0.9)
     parameter = torch.zeros(4, requires_grad=True)
-    optimizer = torch.optim.SGD([parameter], lr=0.5, momentum=0.9)
+    optimizer = torch.optim.Adam([parameter], lr=0.5, betas=(0.9, SECOND_MOMENT))
     rng = np.random.default_rng(1)
-    for _ in range(5):
+    for step in range(5):
         gradient = rng.standard_normal(4).astype(np.float32)
-        _, weights = server.push(0, gradient)
+        _, weights = server.push(step % 2, gradient)
         parameter.grad = torch.from_numpy(gradient)
         optimizer.step()
     np.testing.assert_allclose(weights, parameter.detach().numpy(), rtol=1e-5)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from mlfabric.bench.cli import app
 from tests.bench.train.images import write_easy_images
+from tests.bench.train.results import some_settings
 
 pytest.importorskip("torch")
 
@@ -51,3 +54,19 @@ def test_steps_take_what_the_scenario_says(found: dict[str, Any]) -> None:
     """Alone, a step is its computing: 1.75 transfers of 5.08 MB at 500 Mb/s, with a jitter of a tenth."""
     alone = found["alone"]
     assert alone["updates"] == pytest.approx(12 / 0.1485, rel=0.1)
+
+
+def test_models_ahead_go_on_as_the_last_step_went(tmp_path: Path) -> None:
+    from mlfabric.bench.train.task import Fashion
+    from mlfabric.bench.train.virtual import TaskLearner
+
+    write_easy_images(tmp_path / "data")
+    learner = TaskLearner(some_settings(), Fashion(tmp_path / "data"))
+    first = learner.read()
+    assert first is not None
+    np.testing.assert_array_equal(learner.read(ahead=2.0), first)  # nothing has moved
+    learner.apply([learner.compute(first)], [0.5], 0.1)
+    second, ahead = learner.read(), learner.read(ahead=2.0)
+    assert second is not None
+    assert ahead is not None
+    np.testing.assert_allclose(ahead, second + 2 * (second - first), atol=1e-6)

@@ -1,14 +1,17 @@
-"""PyTorch's own: DistributedDataParallel on Gloo, plain, with a compressing hook, or as post-local SGD."""
+"""PyTorch's own: DistributedDataParallel on Gloo, plain, with a compressing hook, with an exchange every few
+gradients, or as post-local SGD; and plain on our backend."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from mlfabric.bench.train.exchange import Exchanged, make_optimizer, warm_up_alone
+import mlfabric.torch  # noqa: F401 - makes the backend known where the package is not installed
+from mlfabric.bench.train.exchange import Exchange, Exchanged, make_optimizer, warm_up_alone
 from mlfabric.bench.train.settings import StepSize
 from mlfabric.errors import FabricError
 
@@ -16,17 +19,18 @@ from mlfabric.errors import FabricError
 WARM_UP = 10
 
 
-class Ddp:
+class Ddp(Exchange):
     sends_early = True
     same_everywhere = True
     waits_for_its_turn = False
 
     def __init__(self, model: Any, size: StepSize, options: Mapping[str, Any]) -> None:
-        dist.init_process_group("gloo")
+        dist.init_process_group(str(options.get("backend", "gloo")))
         self._first = next(model.parameters())
         self.module = DistributedDataParallel(model)
-        self._optimizer = make_optimizer(model, size)
+        self._optimizer = make_optimizer(model.parameters(), size)
         self._local_steps = int(options.get("local_steps", 0))
+        self._accumulated = int(options.get("accumulated", 1))  # gradients of one exchange
         self._steps = 0
         # Their hooks count the passes they see, and do something else after some.
         self._counts_passes = bool(self._local_steps) or options.get("hook") == "powersgd"
@@ -72,7 +76,15 @@ class Ddp:
         # The first parameter's gradient is the last to come; the buckets before it are on their way then.
         self._first.register_post_accumulate_grad_hook(lambda parameter: computed())
 
+    def passing(self) -> AbstractContextManager[None]:
+        if (self._steps + 1) % self._accumulated:
+            kept: AbstractContextManager[None] = self.module.no_sync()
+            return kept
+        return nullcontext()
+
     def step(self) -> Exchanged:
+        if self._accumulated > 1:
+            return self._step_if_exchanged()
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._steps += 1
@@ -80,3 +92,13 @@ class Ddp:
             shared = (self._steps - WARM_UP - 1) % self._local_steps == 0
             return Exchanged((0,) if shared else (), shared=shared)
         return Exchanged((0,))
+
+    def _step_if_exchanged(self) -> Exchanged:
+        self._steps += 1
+        if self._steps % self._accumulated:
+            return Exchanged(shared=False)
+        for parameter in self.module.parameters():
+            parameter.grad /= self._accumulated  # DDP has their sum here, averaged over ranks
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return Exchanged((0,) * self._accumulated)

@@ -19,7 +19,7 @@ class Entry(msgspec.Struct, frozen=True):
     kind: Kind
     how: Literal["alone", "ddp", "first-come", "fabric", "torchft", "hivemind"]
     options: dict[str, Any] = {}
-    step_size: StepSize = StepSize(0.05, 0.9)  # where no tuning has chosen another
+    step_size: StepSize = StepSize(0.001, 0.9)  # where no tuning has chosen another
     ours: bool = False
     policy: str = ""  # of the simulator, that predicts it; empty: none does
 
@@ -27,6 +27,10 @@ class Entry(msgspec.Struct, frozen=True):
 ENTRIES: Final[dict[str, Entry]] = {
     "alone": Entry("one host, no network", "full gradients", "alone", policy="alone"),
     "gloo": Entry("DDP on Gloo", "full gradients", "ddp", policy="ring"),
+    "gloo-accumulated": Entry(
+        "DDP on Gloo, an exchange every 4 gradients", "full gradients", "ddp", {"accumulated": 4}
+    ),
+    "mlfabric-ddp": Entry("DDP on our backend", "full gradients", "ddp", {"backend": "mlfabric"}, ours=True),
     "fcfs-1": Entry(
         "first-come asynchronous server, one, beside a worker; plain sockets",
         "full gradients",
@@ -79,6 +83,14 @@ ENTRIES: Final[dict[str, Entry]] = {
         {"mode": "backup"},
         ours=True,
     ),
+    "mlfabric-rolling": Entry(
+        "all-reduces that roll on, each of the gradients that are there",
+        "full gradients",
+        "fabric",
+        {"mode": "rolling"},
+        ours=True,
+        policy="rolling",
+    ),
     "mlfabric-fastest": Entry(
         "planned all-reduce among those whose links are fast now",
         "full gradients",
@@ -105,6 +117,13 @@ ENTRIES: Final[dict[str, Entry]] = {
     "gloo-powersgd": Entry(
         "DDP on Gloo, PowerSGD hook of rank 4", "compressed", "ddp", {"hook": "powersgd", "rank": 4}
     ),
+    "mlfabric-rolling-fp16": Entry(
+        "mlfabric-rolling, float16",
+        "compressed",
+        "fabric",
+        {"mode": "rolling", "codec": "float16"},
+        ours=True,
+    ),
     "mlfabric-async-fp16": Entry(
         "mlfabric-async, float16", "compressed", "fabric", {"mode": "async", "codec": "float16"}, ours=True
     ),
@@ -127,6 +146,13 @@ ENTRIES: Final[dict[str, Entry]] = {
         "infrequent",
         "hivemind",
         {"local_steps": 8},
+    ),
+    "mlfabric-rolling-local": Entry(
+        "mlfabric-rolling, of 8 local steps each",
+        "infrequent",
+        "fabric",
+        {"mode": "rolling", "local_steps": 8},
+        ours=True,
     ),
     "mlfabric-local": Entry(
         "8 local steps, then the outer step at the servers",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Protocol
 
 import msgspec
 import torch
 
-from mlfabric.bench.train.settings import StepSize
+from mlfabric.bench.train.settings import SECOND_MOMENT, StepSize
+from mlfabric.bench.train.task import flat_weights
+from mlfabric.numerics import Vector
 from mlfabric.torch.optimizers import load_stepping
 
 WARM_UP_PASSES: Final = 3
@@ -36,9 +39,17 @@ class Exchange(Protocol):
         """Call this when the last gradient of a step is there, where communication begins before."""
         ...
 
+    def passing(self) -> AbstractContextManager[None]:
+        """Around the forward and backward pass of a step."""
+        return nullcontext()
+
     def step(self) -> Exchanged:
         """Backward is through: exchange, and go on with another model."""
         ...
+
+    def weights(self) -> Vector:
+        """The model that is to be judged, where a step was shared."""
+        return flat_weights(self.module)
 
 
 def warm_up_alone(model: Any, backward: Callable[[], None]) -> None:
@@ -49,18 +60,18 @@ def warm_up_alone(model: Any, backward: Callable[[], None]) -> None:
         model.zero_grad()
 
 
-def make_optimizer(model: Any, size: StepSize) -> Any:
-    return torch.optim.SGD(model.parameters(), lr=size.lr, momentum=size.momentum)
+def make_optimizer(parameters: Any, size: StepSize) -> Any:
+    return torch.optim.Adam(parameters, lr=size.lr, betas=(size.momentum, SECOND_MOMENT))
 
 
-class Alone:
+class Alone(Exchange):
     sends_early = False
     same_everywhere = True
     waits_for_its_turn = False
 
     def __init__(self, model: Any, size: StepSize) -> None:
         self.module = model
-        self._optimizer = make_optimizer(model, size)
+        self._optimizer = make_optimizer(model.parameters(), size)
 
     def warm_up(self, backward: Callable[[], None]) -> None:
         warm_up_alone(self.module, backward)

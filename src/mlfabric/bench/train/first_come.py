@@ -22,6 +22,8 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
+from mlfabric.bench.train.adam import ArrayAdam
+from mlfabric.bench.train.settings import StepSize
 from mlfabric.numerics import Vector
 
 HELLO = struct.Struct("!I")  # the worker's rank
@@ -47,8 +49,7 @@ class ShardServer:
 
     def __init__(self, weights: Vector, order: ServerOrder) -> None:
         self._weights = weights
-        self._velocity = np.zeros_like(weights)
-        self._lr, self._momentum = np.float32(order.lr), np.float32(order.momentum)
+        self._adam = ArrayAdam(StepSize(order.lr, order.momentum), len(weights))
         self._slack = order.slack
         self._changed = threading.Condition()
         self._version = 0
@@ -59,9 +60,7 @@ class ShardServer:
         """Apply a gradient; its delay, and a copy of the shard as it is when the worker may go on."""
         with self._changed:
             delay = self._version - self._bases[worker]
-            self._velocity *= self._momentum
-            self._velocity += gradient
-            self._weights -= self._lr * self._velocity
+            self._weights += self._adam.step(gradient)
             self._version += 1
             self._clocks[worker] += 1
             self._changed.notify_all()

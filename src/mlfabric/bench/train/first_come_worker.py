@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from mlfabric.bench.train.exchange import Exchanged, warm_up_alone
+from mlfabric.bench.train.exchange import Exchange, Exchanged, warm_up_alone
 from mlfabric.bench.train.first_come import FirstComeClient, ServerOrder, shard_ranges
 from mlfabric.bench.train.settings import StepSize
 from mlfabric.bench.train.task import flat_weights, load_weights
@@ -20,7 +20,7 @@ from mlfabric.bench.train.task import flat_weights, load_weights
 PORT = 29700
 
 
-class FirstCome:
+class FirstCome(Exchange):
     sends_early = False
     same_everywhere = False
     waits_for_its_turn = False

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mlfabric.bench.train.exchange import Exchanged, make_optimizer, warm_up_alone
+from mlfabric.bench.train.exchange import Exchange, Exchanged, make_optimizer, warm_up_alone
 from mlfabric.bench.train.settings import StepSize
 from mlfabric.errors import FabricError
 
@@ -32,7 +32,7 @@ def _needs(module: str) -> None:
         raise FabricError(f"this contender needs {module}: pip install {module}")
 
 
-class TorchftDiloco:
+class TorchftDiloco(Exchange):
     """Every worker is a replica group of one; the lighthouse is on the first host."""
 
     sends_early = False
@@ -52,7 +52,7 @@ class TorchftDiloco:
                 bind=f"0.0.0.0:{LIGHTHOUSE_PORT}", min_replicas=len(hosts), join_timeout_ms=60_000
             )
         self._store = dist.TCPStore("0.0.0.0", STORE_PORT, is_master=True, wait_for_workers=False)
-        self._inner = make_optimizer(model, size)
+        self._inner = make_optimizer(model.parameters(), size)
         outer = torch.optim.SGD(model.parameters(), **OUTER)
         self._manager = Manager(
             pg=ProcessGroupGloo(timeout=PATIENCE),
@@ -89,7 +89,7 @@ class TorchftDiloco:
         return Exchanged((0,) if shared else (), shared=shared)
 
 
-class HivemindLocal:
+class HivemindLocal(Exchange):
     """Local steps; parameters are averaged when all peers together have seen enough samples."""
 
     sends_early = False
@@ -125,7 +125,7 @@ class HivemindLocal:
             batch_size_per_step=batch,
             target_batch_size=batch * local_steps * len(hosts),
             params=list(model.parameters()),
-            optimizer=lambda params: torch.optim.SGD(params, lr=size.lr, momentum=size.momentum),
+            optimizer=lambda parameters: make_optimizer(parameters, size),
             use_local_updates=True,
             matchmaking_time=2.0,
             averager_opts={"request_timeout": 1.0},

@@ -21,6 +21,9 @@ DEFAULT_RATE: Final = "500mbit"
 # Small, so that gradients of several workers are worth more than one's: of steps by 32 images one host needs
 # hardly more to 0.85 than four hosts together do.
 DEFAULT_BATCH: Final = 16
+# Adam's second beta, for all. Its mean reaches back some 100 steps; with torch's 0.999 it would be 1,000,
+# more than a contender of few large steps makes in a whole run.
+SECOND_MOMENT: Final = 0.99
 # Evaluations in a row at or above the target.
 REACHED_IN_A_ROW: Final = 3
 # What makes a run tell of the machine instead of the contender.
@@ -29,10 +32,10 @@ MOST_CPU: Final = 0.75
 
 
 class StepSize(msgspec.Struct, frozen=True):
-    """Of the optimizer: what tuning chooses."""
+    """Of Adam: what tuning chooses."""
 
     lr: float
-    momentum: float
+    momentum: float  # its first beta
 
 
 class RunSettings(msgspec.Struct, frozen=True):

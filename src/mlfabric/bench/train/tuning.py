@@ -17,7 +17,7 @@ from mlfabric.bench.train.judging import RunResult
 from mlfabric.bench.train.settings import RunSettings, StepSize
 from mlfabric.errors import FabricError
 
-STEP_SIZES: Final = (0.02, 0.04, 0.08, 0.16, 0.32)
+STEP_SIZES: Final = (0.00025, 0.0005, 0.001, 0.002, 0.004)
 MOMENTA: Final = (0.0, 0.9)
 MOVES: Final = 2
 # Seeds of tuning are these; of reports, lower ones.
@@ -42,13 +42,9 @@ class Tuned(msgspec.Struct, frozen=True):
 
 
 def grid(moved: int = 0) -> list[StepSize]:
-    """Momentum by momentum; with one, step sizes are a quarter, as a gradient moves the model further."""
+    """The same step sizes with each momentum: Adam's is a mean, with which a gradient goes no further."""
     shift = 4.0**moved
-    return [
-        StepSize(lr * shift * (0.25 if momentum else 1.0), momentum)
-        for momentum in MOMENTA
-        for lr in STEP_SIZES
-    ]
+    return [StepSize(lr * shift, momentum) for momentum in MOMENTA for lr in STEP_SIZES]
 
 
 def best_of(trials: Sequence[Trial]) -> Trial:

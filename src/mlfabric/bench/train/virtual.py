@@ -6,6 +6,7 @@ if hosts and links did what the simulator says. Every update is computed from th
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from mlfabric import scenario as scenarios
+from mlfabric.bench.train.adam import ArrayAdam
 from mlfabric.bench.train.entries import find_entry
 from mlfabric.bench.train.judging import RunResult
 from mlfabric.bench.train.running import RESULT, write_record
@@ -36,7 +38,7 @@ from mlfabric.sim.results import simulate_jobs
 
 
 class TaskLearner:
-    """The model and its optimizer; steps as torch's SGD makes them, one per message.
+    """The model and its optimizer; steps as torch's Adam makes them, one per message.
 
     Gradients that arrive together and weigh the same are a synchronous step, by their mean as in DDP.
     """
@@ -45,7 +47,8 @@ class TaskLearner:
         self._settings, self._data = settings, data
         self._module = make_model(settings.seed)
         self._weights = flat_weights(self._module).copy()
-        self._velocity = np.zeros_like(self._weights)
+        self._adam = ArrayAdam(settings.step_size, len(self._weights))
+        self._moved = np.zeros_like(self._weights)  # by the last step
         self._batches = Batches(settings.seed, 0, len(data.labels), settings.batch)
         self._drawn = 0
         self._next_s = settings.snapshot_s
@@ -54,20 +57,24 @@ class TaskLearner:
         self.done = False
         self.diverged_s: float | None = None
 
-    def read(self) -> Vector | None:
+    def read(self, ahead: float = 0.0) -> Vector | None:
+        """The model; or where it should be so many steps later, if each moves it as the last one did."""
+        if self.done:
+            return None
         # Steps make new arrays, so that the old ones may be kept as they are.
-        return None if self.done else self._weights
+        return self._weights + np.float32(ahead) * self._moved if ahead else self._weights
 
     def compute(self, model: Any, steps: int = 1) -> Vector | None:
         """The gradient of a fresh batch; of several local steps their sum, each from where the last led."""
         if self.done or model is None:
             return None
         total: Vector | None = None
+        local = copy.deepcopy(self._adam) if steps > 1 else None
         for number in range(steps):
             gradient = self._gradient(model)
             total = gradient if total is None else total + gradient
-            if number + 1 < steps:
-                model = model - np.float32(self._settings.step_size.lr) * gradient
+            if local is not None and number + 1 < steps:
+                model = model + local.step(gradient)
         return total
 
     def _gradient(self, weights: Vector) -> Vector:
@@ -83,12 +90,11 @@ class TaskLearner:
         known = [(g, w) for g, w in zip(gradients, weights, strict=True) if g is not None]
         if self.done or not known:
             return
-        size = self._settings.step_size
         whole = sum(weight for _, weight in known)
         mean = sum(gradient * np.float32(weight / whole) for gradient, weight in known)
         together = len(known) > 1
-        self._velocity = self._velocity * np.float32(size.momentum) + mean
-        self._weights = self._weights - np.float32(size.lr * (1.0 if together else whole)) * self._velocity
+        self._moved = self._adam.step(mean, 1.0 if together else whole)
+        self._weights = self._weights + self._moved
         if now >= self._next_s:
             self._look(now)
 

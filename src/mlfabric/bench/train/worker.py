@@ -21,7 +21,7 @@ from mlfabric.bench.train.entries import find_entry
 from mlfabric.bench.train.exchange import Alone, Exchange, Exchanged
 from mlfabric.bench.train.settings import RunSettings
 from mlfabric.bench.train.steps import StepClock
-from mlfabric.bench.train.task import Batches, Fashion, flat_weights, loss_of, make_model
+from mlfabric.bench.train.task import Batches, Fashion, loss_of, make_model
 from mlfabric.errors import FabricError
 from mlfabric.lab.place import Place, inside
 from mlfabric.steptimes import step_factor
@@ -120,7 +120,8 @@ class Worker:
         while True:
             lasts_s = self._nominal_s * step_factor(self._scenario, self._job, self._host, step)
             self._clock.begin(lasts_s)
-            self._backward(step)
+            with self._exchange.passing():
+                self._backward(step)
             self._clock.computed()
             done = exchange_gradient(self._exchange, self._model)
             done_s = time.monotonic() - began
@@ -156,7 +157,7 @@ class Worker:
         final = self._folder / "snapshots" / f"{int(now_s * 1000):09d}-{self._rank}.npy"
         draft = final.with_suffix(".new")
         with draft.open("wb") as file:
-            np.save(file, flat_weights(self._model))
+            np.save(file, self._exchange.weights())
         draft.replace(final)
 
     def _is_first(self, turn: int) -> bool:
