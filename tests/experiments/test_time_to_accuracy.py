@@ -19,7 +19,8 @@ from tests.bench.train.results import rising, some_result, some_settings
 
 
 def test_settings_as_committed_are_those_of_the_experiment() -> None:
-    settings = load(HERE / "settings.toml")
+    # Step sizes are searched after the settings are made: whoever has none is refused when it is to run.
+    settings = msgspec.structs.replace(load(HERE / "settings.toml"), tuned=None)
     assert {"calm", "skewed", "dynamic", "stragglers", "dynamic-stragglers", "racks-8to1"} == set(
         settings.scenarios
     )

@@ -21,7 +21,7 @@ def test_two_workers_learn_and_the_report_tells_of_it(tmp_path: Path) -> None:
     write_easy_images(tmp_path / "data")
     out = tmp_path / "out"
     arguments = ["train", "--scenario", "dynamic-stragglers", "--contenders", "mlfabric-async"]
-    arguments += ["--workers", "2", "--limit", "2s", "--rate", "400mbit", "--target", "0.3", "--json"]
+    arguments += ["--workers", "2", "--limit", "4s", "--rate", "400mbit", "--target", "0.3", "--json"]
     result = CliRunner().invoke(app, [*arguments, "--data", str(tmp_path / "data"), "--out", str(out)])
     assert result.exception is None, result.exception
     found = json.loads(result.stdout)

@@ -49,7 +49,7 @@ class RunSettings(msgspec.Struct, frozen=True):
     workers: int = 8
     batch: int = DEFAULT_BATCH
     compute: float = 1.75  # nominal compute time, in times a transfer of the model takes on the fastest link
-    snapshot_s: float = 1.0
+    snapshot_s: float = 2.0  # more often, judging them takes as long as the run
     targets: tuple[float, ...] = (0.85,)
     limit_s: float = 240.0
 
