@@ -154,3 +154,32 @@ def test_sums_of_gradients_keep_count_and_bases() -> None:
     gathered.add(np.full(3, 2.0, np.float32), [5, 6])
     assert gathered.total.tolist() == [3.0, 3.0, 3.0]
     assert gathered.bases == [4, 5, 6]
+
+
+@pytest.mark.parametrize("engine", ["thread", "process"])
+def test_local_steps_have_one_common_model_that_learns_while_one_straggles_and_one_dies(engine: str) -> None:
+    party = Party(4, engine, mode="rolling", optimizer=ADAM)
+    wish = {"local_steps": 2}
+    try:
+        party.run(
+            [wish, wish | {"slow": 0.1, "steps": 40}, wish, wish | {"steps": 8, "leaves": True}],
+        )
+    finally:
+        party.close()
+    assert party.common_bits() > 10
+    judge = batches(50, 4)
+    assert judged(party.models[0], judge) < 0.8 * judged(make_model(0), judge)
+
+
+def test_one_worker_alone_with_local_steps_trains_as_plain_pytorch_does() -> None:
+    plain, model = make_model(), make_model()
+    stepper = torch.optim.Adam(plain.parameters(), lr=0.01)
+    with join(model, ADAM, "rolling", local_steps=3, **alone()) as training:
+        for batch in batches(1, 20):
+            loss_of(model, batch).backward()
+            training.step()
+            stepper.zero_grad()
+            loss_of(plain, batch).backward()
+            stepper.step()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)

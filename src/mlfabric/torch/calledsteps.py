@@ -42,6 +42,7 @@ class StepResult:
     state: Vector | None  # what the step begins with, where it was joined
     gradients: int = 1  # in the mean; 0: nobody had one, and there is nothing to apply
     delays: tuple[int | None, ...] = ()  # of own gradients that are in; None: one that was dropped
+    own: Vector | None = None  # what this worker gave to it, where that matters
 
 
 class CalledSteps(ABC):

@@ -22,7 +22,7 @@ TAKES: Final[Mapping[str, frozenset[str]]] = {
     "backup": _SERVED | {"wait_for"},
     "sync": frozenset(),
     "fastest": frozenset({"max_delay", "pull"}),
-    "rolling": frozenset({"max_delay", "codec", "ahead"}),
+    "rolling": frozenset({"max_delay", "codec", "ahead", "local_steps"}),
     "local": _SERVED | {"max_delay", "pull", "local_steps", "outer"},
 }
 # Why, where it is not plain.
@@ -61,10 +61,15 @@ class Wishes:
     codec: str = "float32"
     pull: Pull = "after"
     clip_norm: float | None = None
-    local_steps: int = 8
+    local_steps: int | None = None  # None: 8, or none in mode rolling
     # Learning rate and Nesterov momentum of the servers' step; by default changes are averaged.
     outer: tuple[float, float] = (1.0, 0.0)
     ahead: bool = True  # compute where the model will be when the gradient is applied
+
+    @property
+    def steps_of_its_own(self) -> int:
+        """In mode local, between two updates."""
+        return self.local_steps if self.local_steps is not None else 8
 
     def gradients_per_step(self, workers: int) -> int:
         if self.wait_for is not None:
@@ -100,7 +105,7 @@ def _check(wishes: Wishes) -> None:
         raise FabricError(
             f"sums in mode rolling travel as {' or '.join(ROLLING_CODECS)}, not by codec {wishes.codec!r}"
         )
-    if wishes.local_steps < 1:
+    if wishes.local_steps is not None and wishes.local_steps < 1:
         raise FabricError(f"local_steps is at least 1, not {wishes.local_steps}")
     if wishes.staleness < 0:
         raise FabricError(f"staleness counts steps, so {wishes.staleness} is too small; zero or more")

@@ -67,12 +67,14 @@ class RolledSteps(CalledSteps):
         state: Callable[[Vector], None],
         max_delay: int,
         codec: str,
+        keeps: bool,
     ) -> None:
-        """`sizes`: of a gradient, of it with what else is summed, of what a joiner gets."""
+        """`sizes`: of a gradient, of it with what else is summed, of what a joiner gets. `keeps`: results say
+        what this worker gave."""
         gradient, elements, state_elements = sizes
         self.waiting, self.given = (Gathered(np.zeros(elements, np.float32)) for _ in range(2))
         self.next_step = -1
-        self._max_delay = max_delay
+        self._max_delay, self._keeps = max_delay, keeps
         self._too_old = 0  # of those that waited for the step that runs
         # A gradient travels by the codec, what else is summed as it is.
         self._narrow: tuple[Vector, Vector] | None = None
@@ -115,6 +117,8 @@ class RolledSteps(CalledSteps):
     def _settle(self, result: StepResult, call: StepCalled) -> None:
         result.delays = (*(call.step - base for base in self.given.bases), *[None] * self._too_old)
         self._too_old = 0
+        if self._keeps and self.given.bases:
+            result.own = self.given.total.copy()
         self.given.bases.clear()
         self.next_step = call.step + 1
 
@@ -148,6 +152,7 @@ class Rolling(SteppedTraining):
         super().__init__(fabric, flat, optimizer, most, timeout, settled, skipped)
         self._elements += 1  # the count
         self._ahead = wishes.ahead
+        self._local, self._local_steps = 0, wishes.local_steps or 1
         self._delays: deque[int] = deque(maxlen=DELAYS_KEPT)
         self._common = flat.copy()  # the model that all have
         self._moved = np.zeros(flat.trained, np.float32)  # by its last step
@@ -161,6 +166,7 @@ class Rolling(SteppedTraining):
             self._state,
             most,
             wishes.codec,
+            keeps=wishes.local_steps is not None,
         )
         self._join()
 

@@ -39,6 +39,7 @@ from mlfabric.torch.optimizers import (
 )
 from mlfabric.torch.plainstate import cloned, load_plain, plain_state, read_state
 from mlfabric.torch.rolling import Rolling
+from mlfabric.torch.rollinglocal import RollingLocal
 from mlfabric.torch.stepped import SteppedTraining
 from mlfabric.torch.stepping import FabricOptimizer
 from mlfabric.ways import different_mode
@@ -96,8 +97,8 @@ class Training:
         if wishes.mode == "sync":
             self._same_start()
         elif wishes.mode in ("fastest", "rolling"):
-            kind = Fastest if wishes.mode == "fastest" else Rolling
-            self._stepped = kind(
+            rolling = Rolling if wishes.local_steps is None else RollingLocal
+            self._stepped = (Fastest if wishes.mode == "fastest" else rolling)(
                 fabric, self._flat, inner, wishes, timeout, self._step_settled, self._step_skipped
             )
         else:
@@ -134,7 +135,7 @@ class Training:
             self._flat.point_gradients()
         elif self.mode == "local":
             self._inner_step(scale)
-            if self.steps % self._wishes.local_steps == 0:
+            if self.steps % self._wishes.steps_of_its_own == 0:
                 before = self._settle()
                 self._offer(self._changed_locally(), self._outer_settings(), before)
         else:
@@ -440,7 +441,8 @@ def join(
     of the first `wait_for` gradients), "sync" (all ranks step together), "fastest" (those step together whose
     links are fast now, by gradients up to `max_delay` steps old), "rolling" (steps follow each other, each by
     the gradients that are there by then, and nobody waits; `ahead`: a gradient is computed where the model
-    will be when it is applied), "local" (`local_steps` steps of one's own, then the `outer` learning rate and
+    will be when it is applied; `local_steps`: workers step by themselves, and give how far they have come at
+    least so many steps later), "local" (`local_steps` steps of one's own, then the `outer` learning rate and
     momentum on what they changed). `pull`: take the model after the update is in, alongside it, or overlapped
     with the next step's computation. `codec`: how gradients travel, see `Fabric.publish`.
     `resume`: a checkpoint, of `state_dict` or of plain PyTorch.
