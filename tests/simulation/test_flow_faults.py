@@ -47,6 +47,12 @@ def test_every_policy_goes_on_after_a_host_was_away(policy: str) -> None:
     assert longer.committed - troubled.committed > 0.7 * calm.committed, policy
 
 
+@pytest.mark.parametrize("at", [2.03, 2.07, 2.11, 2.15, 2.19])
+def test_an_exchange_is_not_through_if_a_host_died_in_it_and_was_back_at_once(at: float) -> None:
+    (result,) = simulate(plan_of(fault(at, "kill", "w0", 0.05), seconds=at + 3), "backup")
+    assert result.committed > 0
+
+
 def test_leads_of_a_killed_host_move_and_only_first_come_stops_for_good() -> None:
     early = {p: simulate(plan_of(fault(4, "kill", "w0"), seconds=6), p)[0] for p in ("fcfs-1", "mlfabric")}
     late = {p: simulate(plan_of(fault(4, "kill", "w0"), seconds=12), p)[0] for p in ("fcfs-1", "mlfabric")}

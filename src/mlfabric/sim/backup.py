@@ -8,13 +8,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import numpy as np
-
 from mlfabric.plan.allreduce import choose_participants
-from mlfabric.scenario import FaultEvent
+from mlfabric.sim.crew import Crew
 from mlfabric.sim.fluid import Process
-from mlfabric.sim.placing import Placement
-from mlfabric.sim.stepwise import shares_path, watch_links
 from mlfabric.sim.streams import Signal
 from mlfabric.sim.workload import JobRun
 
@@ -22,58 +18,38 @@ from mlfabric.sim.workload import JobRun
 OVERDUE: Final = 1.2
 # What is believed of a straggling step: so many more compute times.
 STRAGGLES_FOR: Final = 2.0
-# An exchange in which nothing moves for so long is given up, and tried again without whom it waited for.
-SILENT_S: Final = 1.0
 
 
 class BackupRun:
     def __init__(self, job: JobRun) -> None:
         self._job = job
+        self._crew = Crew(job, self._compute, self._lose)
         count = len(job)
         self._gradients: dict[int, Any] = {}  # ready, by worker
         self._began = [0.0] * count
         self._base = [0] * count
         self._step = [0] * count
-        self._busy: set[int] = set()  # fetch the model, or are down
-        self._life = [0] * count
-        self._chosen: list[int] = []
-        self._moved = Signal()  # the exchange under way is through, or given up
         self._news = Signal()
         self._bound = job.bound()
 
     def begin(self) -> None:
-        job = self._job
-        job.trouble.listeners.append(self._hear)
-        job.serving = np.concatenate([job.up[: len(job)], job.down[: len(job)]])
-        for worker in range(len(job)):
-            job.world.spawn(self._compute(worker, 0, float(job.spec.start)))
-        job.world.spawn(self._coordinate())
-        job.world.spawn(watch_links(job))
+        self._crew.begin()
+        self._job.world.spawn(self._coordinate())
 
-    def _hear(self, fault: FaultEvent) -> None:
-        worker = self._job.number.get(fault.host or "", -1)
-        if not 0 <= worker < len(self._job):
-            return
-        if fault.do in ("kill", "drain"):
-            self._life[worker] += 1
-            self._busy.add(worker)
-            self._job.tally.lost += self._gradients.pop(worker, None) is not None
-        elif fault.do == "restart":
-            self._job.world.spawn(self._fetch(worker, self._life[worker]))
-        if worker in self._chosen and fault.do in ("kill", "drain"):
-            self._job.world.at(self._job.world.now + SILENT_S, self._moved.fire)
+    def _lose(self, worker: int) -> None:
+        self._job.tally.lost += self._gradients.pop(worker, None) is not None
 
     def _compute(self, worker: int, life: int, wait_s: float = 0.0) -> Process:
         job = self._job
         if job.spec.steps is not None and self._step[worker] >= job.spec.steps:
-            self._busy.add(worker)
+            self._crew.away.add(worker)
             return
         yield wait_s
         self._began[worker] = job.world.now
         self._base[worker] = job.version
         model = job.learner.read()
         yield from job.computing(worker, self._step[worker])
-        if self._life[worker] != life:
+        if self._crew.life[worker] != life:
             return
         self._gradients[worker] = job.learner.compute(model)
         self._step[worker] += 1
@@ -97,28 +73,12 @@ class BackupRun:
                 job.world.at(job.world.now + wait, self._news.fire)
                 yield self._news
                 continue
-            if not (yield from self._exchange(chosen)):
+            if not (yield from self._crew.exchange(chosen)):
                 continue
             members = [(w, self._base[w], self._gradients.pop(w), 1.0) for w in chosen]
             job.commit(members)
             for worker in chosen:
-                job.world.spawn(self._compute(worker, self._life[worker]))
-
-    def _exchange(self, chosen: list[int]) -> Any:
-        """Until the sum is everywhere; whether it is."""
-        job = self._job
-        self._chosen, self._moved = chosen, Signal()
-        stream = job.send(
-            shares_path(job, chosen),
-            job.size_bytes,
-            lambda source, target: {job.number.get(source), job.number.get(target)} <= set(chosen),
-        )
-        stream.done.then(lambda: self._moved.fire(True))
-        yield self._moved
-        self._chosen = []
-        if not self._moved.value:
-            job.world.cancel(stream)
-        return bool(self._moved.value)
+                job.world.spawn(self._compute(worker, self._crew.life[worker]))
 
     def _drop_the_old(self) -> None:
         job = self._job
@@ -127,29 +87,14 @@ class BackupRun:
         for worker in sorted(self._gradients):
             if job.version - self._base[worker] > self._bound:
                 del self._gradients[worker]
-                self._busy.add(worker)
                 job.tally.dropped += 1
-                job.world.spawn(self._fetch(worker, self._life[worker]))
-
-    def _fetch(self, worker: int, life: int) -> Process:
-        """The model from those who have it; then compute again."""
-        job = self._job
-        others = [w for w in range(len(job)) if w != worker and job.trouble.up(job.names[w])]
-        placement = Placement(job, {source: 1 / len(others) for source in others})
-        yield job.send(
-            placement.path(worker, "pull"),
-            job.size_bytes,
-            lambda source, target: placement.crosses(worker, "pull", source, target),
-        ).done
-        if self._life[worker] == life:
-            self._busy.discard(worker)
-            job.world.spawn(self._compute(worker, life))
+                self._crew.fetch(worker)
 
     def _choose(self) -> tuple[list[int], float]:
         """Who exchanges now; nobody if waiting a little brings more, and for how long at most."""
         job = self._job
         patience = STRAGGLES_FOR * job.nominal_s
-        able = [w for w in range(len(job)) if w not in self._busy and job.trouble.up(job.names[w])]
+        able = self._crew.present()
         if not self._gradients or len(able) < 2:
             return [], patience
         expected = {job.names[w]: self._expected(w) for w in able}

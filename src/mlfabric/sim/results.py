@@ -16,6 +16,7 @@ from mlfabric.sim.asynchronous import SSP_SLACK, AsyncRun, AsyncSettings
 from mlfabric.sim.backup import BackupRun
 from mlfabric.sim.estimate import Estimator
 from mlfabric.sim.resizing import with_a_job, with_own_server
+from mlfabric.sim.rolling import RollingRun
 from mlfabric.sim.stepwise import LOCAL_STEPS, StepRun
 from mlfabric.sim.workload import JobRun, Learner, build_world
 
@@ -61,6 +62,9 @@ POLICIES: Final[dict[str, PolicySpec]] = {
         oracle=True,
     ),
     "backup": PolicySpec("planned all-reduce among the fastest", steps="backup"),
+    "rolling": PolicySpec(
+        "planned all-reduces of whatever is ready, one after the other, while all compute", steps="rolling"
+    ),
     "allreduce": PolicySpec("all-reduce with planned shares, all take part", steps="allreduce"),
     "ring": PolicySpec("ring all-reduce, all take part", steps="ring"),
     "fcfs-1": PolicySpec("first come, one server, on a worker's host", AsyncSettings("first")),
@@ -167,6 +171,8 @@ def simulate_jobs(
             AsyncRun(run, spec.asynchronous).begin()
         elif spec.steps == "backup":
             BackupRun(run).begin()
+        elif spec.steps == "rolling":
+            RollingRun(run).begin()
         else:
             StepRun(run, spec.steps).begin()
     duration = float(scenario.duration)

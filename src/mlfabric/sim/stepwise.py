@@ -1,8 +1,8 @@
 """Policies that go step by step at flow level: an exchange among many, then everybody computes again.
 
 `ring` and `allreduce` wait for all, `local` exchanges models only every few steps, `alone` is one host
-without a network. `backup` (`sim.backup`) leaves the slow out. Whoever is dead or silent is waited for: only
-`backup` goes on without.
+without a network. Whoever is dead or silent is waited for: only `backup` (`sim.backup`), which leaves the
+slow out, and `rolling` (`sim.rolling`), under which nobody waits to compute, go on without.
 """
 
 from __future__ import annotations

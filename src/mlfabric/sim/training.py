@@ -37,14 +37,22 @@ class DigitsLearner:
         self._target = target
         self._rng = np.random.default_rng(seed)
         self._models: list[Arrays] = [first_weights() for _ in RATES]
+        self._before = list(self._models)  # the last step
         self._since = 0
         self.done = False  # the first model is at the target; the rest of the run only counts
         self.reached: list[float | None] = [None] * len(RATES)
         self.curves: list[list[tuple[float, float]]] = [[] for _ in RATES]
 
-    def read(self) -> list[Arrays]:
+    def read(self, ahead: float = 0.0) -> list[Arrays]:
         # Steps replace arrays and never change them in place, so the old ones may be kept as they are.
-        return [] if self.done else list(self._models)
+        if self.done or ahead == 0:
+            return [] if self.done else list(self._models)
+        far = np.float32(ahead)
+        with np.errstate(all="ignore"):
+            return [
+                {name: part + far * (part - before[name]) for name, part in model.items()}
+                for model, before in zip(self._models, self._before, strict=True)
+            ]
 
     def compute(self, model: list[Arrays], steps: int = 1) -> list[Arrays]:
         """By learning rate the sum of the gradients of `steps` steps, each from where the last one led."""
@@ -72,6 +80,7 @@ class DigitsLearner:
             return
         whole = sum(weights)
         scale = min(whole, LARGEST_SUM) / whole
+        self._before = list(self._models)
         for number, rate in enumerate(RATES):
             model = dict(self._models[number])
             if not model:

@@ -1,6 +1,7 @@
 """A job of a scenario at flow level: where its hosts are, how long its steps take, what its updates became.
 
-Which transfers happen, and when, is the policies' business (`sim.asynchronous`, `sim.stepwise`).
+Which transfers happen, and when, is the policies' business (`sim.asynchronous`, `sim.stepwise`,
+`sim.backup`, `sim.rolling`).
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ SHARINGS_PER_TRANSFER = 16
 class Learner(Protocol):
     """Real gradients under the virtual clock; a job without one only counts."""
 
-    def read(self) -> Any:
-        """The model as it is now."""
+    def read(self, ahead: float = 0.0) -> Any:
+        """The model, where it is expected to be so many steps later: moved on by so many times what its
+        last step changed.
+        """
         ...
 
     def compute(self, model: Any, steps: int = 1) -> Any:
@@ -48,7 +51,7 @@ class Learner(Protocol):
 
 
 class _NoLearner:
-    def read(self) -> None:
+    def read(self, ahead: float = 0.0) -> None:
         return None
 
     def compute(self, model: None, steps: int = 1) -> None:
