@@ -148,10 +148,10 @@ ENTRIES: Final[dict[str, Entry]] = {
         {"local_steps": 8},
     ),
     "mlfabric-rolling-local": Entry(
-        "mlfabric-rolling, of 8 local steps each",
+        "local steps, and averages of how far each worker has come that roll on",
         "infrequent",
         "fabric",
-        {"mode": "rolling", "local_steps": 8},
+        {"mode": "rolling", "local_steps": 1},
         ours=True,
     ),
     "mlfabric-local": Entry(
