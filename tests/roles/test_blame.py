@@ -220,3 +220,13 @@ def test_a_host_that_says_it_carries_nothing_is_not_believed_to_have_a_link_with
     assert cluster.believed("s") == (None, None)
     cluster.run(2.0, ("s", "w"))
     assert cluster.believed("s") == (FAST, None)
+
+
+def test_a_direction_seen_only_in_its_worst_moments_is_not_held_to_them() -> None:
+    """A host whose link was slow when its downlink was seen full, and is slow now and then."""
+    beliefs = LinkBeliefs()
+    beliefs.learn("h", "up", 60.0, 0.0)
+    beliefs.learn("h", "down", 60.0, 0.0)
+    for number, rate in enumerate((480.0, 60.0, 240.0)):
+        beliefs.learn("h", "up", rate, 5.0 * (number + 1))
+        assert beliefs.rate("h", "down") == rate

@@ -311,3 +311,24 @@ def test_small_differences_of_probes_are_noise() -> None:
     rates: HostRates[int] = HostRates()
     probe(rates, 0.0, FAST, FAST, FAST, 1.1 * FAST, 0.9 * FAST, 0.9 * FAST, 0.9 * FAST)
     assert rates.up.rate == FAST
+
+
+def test_a_sender_most_of_whose_receivers_are_slow_is_not_taken_for_slow() -> None:
+    host = Host()
+    host.send(0.5, FAST, backlogged=7)
+    for index, flow in enumerate(host.flows):
+        flow.queued_us = 30_000 if index < 5 else 200
+    for _ in range(20):  # the bytes of five wait on their way, those of two get through at once
+        for flow in host.flows[5:]:
+            flow.acked_bytes += 20_000
+        host.send(TICK_S, SLOW, backlogged=5)
+    assert host.rates.up.rate == pytest.approx(FAST, rel=0.01)
+
+
+def test_an_uplink_in_whose_queue_all_wait_is_slow() -> None:
+    host = Host()
+    host.send(0.5, FAST, backlogged=7)
+    for flow in host.flows:
+        flow.queued_us = 30_000
+    host.send(0.5, SLOW, backlogged=5)
+    assert host.rates.up.rate == pytest.approx(SLOW, rel=0.01)

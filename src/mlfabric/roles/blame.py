@@ -39,6 +39,8 @@ OVER_S = 0.05
 CLEARLY_S = 0.5
 # A direction that was not seen full for so long is believed to change with the other one.
 FOLLOWS_S = 0.5
+# The most that a direction ever had is known once it was seen full so often.
+FEW_SIGHTINGS = 20
 # How far one report of a full link moves what is believed of it, and differences that are news.
 SMOOTHING = 0.3
 NEWS = 0.05
@@ -62,6 +64,7 @@ class _Belief:
     told: float  # the rate the planner has
     over_since: float | None = None  # it seems to carry more than is believed
     most: float = 0.0  # ever
+    sightings: int = 1
 
     def __post_init__(self) -> None:
         self.most = self.rate
@@ -258,6 +261,7 @@ class LinkBeliefs:
             return True
         belief.rate, belief.full_at, belief.over_since = rate, now, None
         belief.most = max(belief.most, rate)
+        belief.sightings += 1
         self._suspected.pop(way, None)
         news = belief.tell()
         return self._follow(way, belief, now) or news
@@ -270,6 +274,9 @@ class LinkBeliefs:
         if other is None or not FOLLOWS_S <= now - other.full_at < float("inf"):
             return False
         other.rate = other.most * belief.rate / belief.most
+        if other.sightings < FEW_SIGHTINGS:
+            # It may have been seen in its worst moments only; where it is too much, that shows soon.
+            other.rate = max(other.rate, belief.rate)
         return other.tell()
 
 

@@ -25,6 +25,10 @@ Flow = TypeVar("Flow", bound=Hashable)
 TICK_S = 0.025
 # Bytes waiting to be sent that count as held back: more than the kernel holds for want of a moment's time.
 BACKLOG_BYTES = 32 * 1024
+# Bytes that have left since the last look and are more than control messages.
+SENT_BYTES = 8 * 1024
+# Packets that take so much longer than they could wait in a queue.
+QUEUED_US = 1500
 # A look that comes later than this tells of a busy processor, not of the network.
 LATE_S = 0.06
 # An uplink that had nothing to send for more than this share of the time was not the limit.
@@ -70,6 +74,7 @@ class FlowState:
     pressed_by_peer: bool = False  # the peer says that we hold its bytes back, and more of them are coming
     far: bool = False  # it leads into another rack
     used: bool = True  # by an operation under way
+    queued_us: int | None = None  # so much longer than ever its packets are on their way; None: not known
 
 
 class RateMeter:
@@ -176,7 +181,8 @@ class HostRates(Generic[Flow]):
         if len(near) < 2:
             near = used
         backlog = {key for key, flow in flows.items() if flow.waiting_bytes >= BACKLOG_BYTES}
-        up_limits = len(near & backlog) >= max(2, (len(near) + 1) // 2) and not held_back
+        most = len(near & backlog) >= max(2, (len(near) + 1) // 2)
+        up_limits = most and not held_back and self._queues_here(near, flows)
         pressing = sum(flows[key].pressed_by_peer for key in near)
         down_limits = pressing >= max(2, NEARLY_ALL * len(near))
         self._count(flows)
@@ -190,6 +196,21 @@ class HostRates(Generic[Flow]):
         self._seen, self._used, self._backlog = dict(flows), used or self._used, backlog
         self._last = (now, self._acked)
         return waited & backlog
+
+    def _queues_here(self, near: set[Flow], flows: Mapping[Flow, FlowState]) -> bool:
+        """Whether packets wait at our own uplink: then those of all flows do. If those of one get through,
+        it is receivers that hold the others back, however many they are."""
+        queued = [
+            flow.queued_us
+            for key in near
+            if (flow := flows[key]).queued_us is not None and self._sends(key, flow)
+        ]
+        return not queued or min(queued) >= QUEUED_US
+
+    def _sends(self, key: Flow, flow: FlowState) -> bool:
+        """Whether more than a few words went out by it since the last look: what is known of it is fresh."""
+        before = self._seen.get(key)
+        return before is not None and flow.acked_bytes - before.acked_bytes >= SENT_BYTES
 
     def _count(self, flows: Mapping[Flow, FlowState]) -> None:
         """Add what was carried since the last look; a flow that is new has carried nothing yet."""

@@ -31,9 +31,10 @@ PROBE_MARKS = 8
 # Handed to the kernel in one call.
 BATCH_BYTES = 512 * 1024
 BATCH_FRAMES = 16
-# In the kernel's struct tcp_info: bytes acknowledged, bytes received, bytes not sent yet, microseconds busy.
-_ACKED_AT = 120
-_TCP_INFO = struct.Struct("=QQ8xI20xQ")
+# In the kernel's struct tcp_info: the round trip in microseconds, bytes acknowledged, received and not sent
+# yet, the shortest round trip, microseconds busy.
+_ROUND_TRIP_AT = 68
+_TCP_INFO = struct.Struct("=I48xQQ8xII16xQ")
 # What one link may read before others get their turn.
 READS_PER_TURN = 8
 BULK_KINDS = (FrameKind.PART, FrameKind.RESULT)
@@ -155,10 +156,10 @@ class Link:
     def state(self, now: float, far: bool, used: bool) -> FlowState:
         """What the kernel knows of this link."""
         info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 176)
-        acked, received, waiting, busy = _TCP_INFO.unpack_from(info, _ACKED_AT)
+        trip, acked, received, waiting, shortest, busy = _TCP_INFO.unpack_from(info, _ROUND_TRIP_AT)
         # Once its last chunk is here, how fast bytes come says nothing of us.
         pressed = self.pressed_until > now and self._header is not None
-        return FlowState(acked, received, waiting, busy, pressed, far, used)
+        return FlowState(acked, received, waiting, busy, pressed, far, used, max(trip - shortest, 0))
 
     # --- receiving --------------------------------------------------------------------------------------
 
@@ -237,7 +238,7 @@ class Link:
         """Note what the kernel has received by now, be it read or not."""
         before = time.monotonic()
         info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 176)
-        _, received, _, _ = _TCP_INFO.unpack_from(info, _ACKED_AT)
+        received: int = _TCP_INFO.unpack_from(info, _ROUND_TRIP_AT)[2]
         self._marks.append(Mark(before, received, time.monotonic()))
 
     def _complete(self) -> None:
