@@ -108,15 +108,15 @@ def load_weights(model: Any, weights: Vector) -> None:
 
 
 def accuracy(model: Any, data: Fashion, images: int | None = None) -> float:
-    """The share of test images it gets right; of the first so many of them."""
-    total = len(data.test_labels) if images is None else images
+    """The share of test images it gets right; of so many of them, evenly chosen: the first are easier."""
+    every = 1 if images is None else max(len(data.test_labels) // images, 1)
+    pictures, labels = data.test_images[::every][:images], data.test_labels[::every][:images]
     right = 0
     with torch.no_grad():
-        for at in range(0, total, EVALUATE_AT_ONCE):
-            end = min(at + EVALUATE_AT_ONCE, total)
-            found = model(_scaled(data.test_images[at:end])).argmax(1)
-            right += int((found == data.test_labels[at:end]).sum())
-    return right / total
+        for at in range(0, len(labels), EVALUATE_AT_ONCE):
+            found = model(_scaled(pictures[at : at + EVALUATE_AT_ONCE])).argmax(1)
+            right += int((found == labels[at : at + EVALUATE_AT_ONCE]).sum())
+    return right / len(labels)
 
 
 def _images(path: Path) -> Any:
