@@ -1,11 +1,11 @@
 """A host's own link rates, learned from what its collective links carry. Pure: the mesh feeds it.
 
 A rate says something about a link only while the link is what holds the bytes back. A sender whose flows to
-most peers have bytes waiting, and whose packets all wait on their way, is held back by its own uplink; one that has bytes waiting for a few peers only
-is held back by them. It tells those with every frame (`pressed`), so a receiver that most peers are pressed
-by knows that its own downlink is the limit. What a peer's single flow would tell about a third host is not
-used: it comes late and reads low. Nor do flows into other racks say anything of a host: their racks' uplinks
-hold them back.
+most peers have bytes waiting, and whose packets all wait on their way, is held back by its own uplink; one
+that has bytes waiting for a few peers only, or gets them through to some at once, is held back by the others.
+It tells those with every frame (`pressed`), so a receiver that most peers are pressed by knows that its own
+downlink is the limit. What a peer's single flow would tell about a third host is not used: it comes late and
+reads low. Nor do flows into other racks say anything of a host: their racks' uplinks hold them back.
 
 Links to all peers stay open, and operations may be among a few of them: "most" is of the peers of those that
 are under way. Between two hosts nobody knows whose link is the limit, and nothing is learned but that what a

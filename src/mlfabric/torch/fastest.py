@@ -9,15 +9,12 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-import torch
 
-from mlfabric.api import Fabric
 from mlfabric.events import TrainingReported
 from mlfabric.numerics import Vector
 from mlfabric.torch.calledsteps import Offer, OfferedSteps
-from mlfabric.torch.flat import FlatModel
 from mlfabric.torch.modes import Wishes
-from mlfabric.torch.stepped import MAX_DELAY, SteppedTraining, optimizer_settings
+from mlfabric.torch.stepped import SteppedTraining, optimizer_settings
 from mlfabric.ways import FASTEST
 
 
@@ -25,26 +22,14 @@ class Fastest(SteppedTraining):
     way = FASTEST
     _steps: OfferedSteps
 
-    def __init__(
-        self,
-        fabric: Fabric,
-        flat: FlatModel,
-        optimizer: torch.optim.Optimizer,
-        wishes: Wishes,
-        timeout: float,
-        settled: Callable[[int | None], None],
-        skipped: Callable[[], None],
-    ) -> None:
-        most = wishes.max_delay if isinstance(wishes.max_delay, int) else MAX_DELAY
-        super().__init__(fabric, flat, optimizer, most, timeout, settled, skipped)
+    def _prepare(self, wishes: Wishes) -> None:
         self._overlapped = wishes.pull == "overlapped"
         self._steps = OfferedSteps(
-            fabric.name, self._client, self._elements, self._state_elements, self._values, self._state
+            self._fabric.name, self._client, self._elements, self._state_elements, self._values, self._state
         )
         self._gradient = np.empty(self._elements, np.float32)
         self._began = 0.0
         self._stepped = False
-        self._join()
 
     def step(self, take: Callable[[], Vector], scaled: bool) -> None:
         """Give the gradient that `take` gives to a step, and go on with the model that comes of it."""

@@ -23,15 +23,13 @@ from typing import Final
 import numpy as np
 import torch
 
-from mlfabric.api import Fabric
 from mlfabric.client import Client
 from mlfabric.events import StepCarriedOut, TrainingReported
 from mlfabric.messages import StepCalled
 from mlfabric.numerics import Vector
 from mlfabric.torch.calledsteps import CalledSteps, StepResult
-from mlfabric.torch.flat import FlatModel
 from mlfabric.torch.modes import Wishes
-from mlfabric.torch.stepped import MAX_DELAY, SteppedTraining, optimizer_settings
+from mlfabric.torch.stepped import SteppedTraining, optimizer_settings
 from mlfabric.ways import ROLLING
 
 # Gradients of one worker that wait for a step; at one more the worker waits too.
@@ -138,18 +136,8 @@ class Rolling(SteppedTraining):
     way = ROLLING
     _steps: RolledSteps
 
-    def __init__(
-        self,
-        fabric: Fabric,
-        flat: FlatModel,
-        optimizer: torch.optim.Optimizer,
-        wishes: Wishes,
-        timeout: float,
-        settled: Callable[[int | None], None],
-        skipped: Callable[[], None],
-    ) -> None:
-        most = wishes.max_delay if isinstance(wishes.max_delay, int) else MAX_DELAY
-        super().__init__(fabric, flat, optimizer, most, timeout, settled, skipped)
+    def _prepare(self, wishes: Wishes) -> None:
+        flat = self._flat
         self._elements += 1  # the count
         self._ahead = wishes.ahead
         self._local, self._local_steps = 0, wishes.local_steps or 1
@@ -159,16 +147,15 @@ class Rolling(SteppedTraining):
         self._gradient = np.zeros(self._elements, np.float32)
         self._gradient[-1] = 1
         self._steps = RolledSteps(
-            fabric.name,
+            self._fabric.name,
             self._client,
             (flat.elements, self._elements, self._state_elements),
             self._values,
             self._state,
-            most,
+            self._max_delay,
             wishes.codec,
             keeps=wishes.local_steps is not None,
         )
-        self._join()
 
     def step(self, take: Callable[[], Vector], scaled: bool) -> None:
         """Add the gradient that `take` gives to those that wait; go on with where the model will be."""

@@ -21,6 +21,7 @@ from mlfabric.events import TrainingEnded
 from mlfabric.numerics import Vector
 from mlfabric.torch.calledsteps import CalledSteps, StepResult
 from mlfabric.torch.flat import FlatModel
+from mlfabric.torch.modes import Wishes
 from mlfabric.torch.optimizers import read_optimizer
 from mlfabric.torch.plainstate import read_state, set_state
 from mlfabric.ways import different_mode
@@ -43,14 +44,14 @@ class SteppedTraining(ABC):
         fabric: Fabric,
         flat: FlatModel,
         optimizer: torch.optim.Optimizer,
-        max_delay: int,
+        wishes: Wishes,
         timeout: float,
         settled: Callable[[int | None], None],
         skipped: Callable[[], None],
     ) -> None:
         self._fabric, self._flat, self._optimizer = fabric, flat, optimizer
         self._client = fabric._client
-        self._max_delay = max_delay
+        self._max_delay = wishes.max_delay if isinstance(wishes.max_delay, int) else MAX_DELAY
         self._settled, self._skipped = settled, skipped
         self._timeout = timeout
         self._scaled = False  # a gradient scaler is used: steps may be skipped
@@ -59,6 +60,12 @@ class SteppedTraining(ABC):
         self._elements = flat.elements + self._settings
         self._state_elements = flat.elements + self._vectors * flat.trained + 2
         self._base = -1
+        self._prepare(wishes)
+        self._join()
+
+    @abstractmethod
+    def _prepare(self, wishes: Wishes) -> None:
+        """Have `_steps`, and what else there is to have before the first values come."""
 
     @property
     def version(self) -> int:
