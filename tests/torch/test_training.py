@@ -355,7 +355,7 @@ def test_a_step_is_completed_by_those_who_are_left() -> None:
         ("async", {"wait_for": 2}, "it belongs to mode backup"),
         ("backup", {"wait_for": 0}, "at least one gradient"),
         ("backup", {"max_delay": 3}, "not of the current step is dropped"),
-        ("backup", {"local_steps": 3}, "it belongs to mode local"),
+        ("backup", {"local_steps": 3}, "it belongs to mode rolling, local"),
         ("sync", {"codec": "int8"}, "codec= has no meaning in mode sync"),
         ("sync", {"divergence": 0.1}, "divergence= has no meaning in mode sync"),
         ("async", {"clip_norm": 0.0}, "clip_norm is a norm above zero"),

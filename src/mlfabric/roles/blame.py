@@ -104,7 +104,7 @@ class LinkBeliefs:
 
     def learn(self, host: str, way: str, rate: float, now: float) -> bool:
         """The host itself has found out; whether that is news."""
-        return self._set((host, way), rate, now)
+        return self._set((host, way), rate, now, own_word=True)
 
     def forget(self, host: str) -> None:
         for way in ("up", "down"):
@@ -252,7 +252,7 @@ class LinkBeliefs:
             return belief.full_at
         return max(belief.full_at, other.full_at)
 
-    def _set(self, way: Way, rate: float, now: float) -> bool:
+    def _set(self, way: Way, rate: float, now: float, own_word: bool = False) -> bool:
         if rate <= 0:
             return False  # that a link carried nothing for a while says nothing of what it can carry
         belief = self._beliefs.get(way)
@@ -264,9 +264,9 @@ class LinkBeliefs:
         belief.sightings += 1
         self._suspected.pop(way, None)
         news = belief.tell()
-        return self._follow(way, belief, now) or news
+        return self._follow(way, belief, now, own_word) or news
 
-    def _follow(self, way: Way, belief: _Belief, now: float) -> bool:
+    def _follow(self, way: Way, belief: _Belief, now: float, own_word: bool) -> bool:
         """What changes a host's link mostly changes both of its directions: one that has not been seen full
         lately is believed to have as much left of the most it ever had as the other. What a host said of
         itself, and nothing showed yet, stays."""
@@ -274,8 +274,8 @@ class LinkBeliefs:
         if other is None or not FOLLOWS_S <= now - other.full_at < float("inf"):
             return False
         other.rate = other.most * belief.rate / belief.most
-        if other.sightings < FEW_SIGHTINGS:
-            # It may have been seen in its worst moments only; where it is too much, that shows soon.
+        if own_word and other.sightings < FEW_SIGHTINGS:
+            # It may have been seen in its worst moments only; where it is too much, the host notices soon.
             other.rate = max(other.rate, belief.rate)
         return other.tell()
 
