@@ -166,13 +166,14 @@ class TrainingReported(Event, frozen=True):
     waits: bool = False
     size_bytes: int = 0
     computed_s: float | None = None
-    rolls: bool = False
+    parts: int = 0
 
 
 class StepCarriedOut(Event, frozen=True):
-    """The step that was called is over here; `error`: without the sum."""
+    """The steps that were called are over here, in the words of `messages.StepEnded`."""
 
     step: int
+    holds: int
     error: str | None = None
     more: bool = False
 

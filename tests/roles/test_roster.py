@@ -164,7 +164,7 @@ class World:
             worker.applied = worker.holds
         elif name in call.joiners:
             worker.applied = call.step
-        self.tell(worker, StepEnded(call.step))
+        self.tell(worker, StepEnded(call.step, call.step + 1))
         if call.step < 0:
             self.compute(worker)
         elif worker.base is not None and name in call.contributors:
@@ -180,7 +180,7 @@ class World:
         worker = self.workers[name]
         if worker.alive and worker.running is not None and worker.running.group == group:
             step, worker.running = worker.running.step, None
-            self.tell(worker, StepEnded(step, "it failed"))
+            self.tell(worker, StepEnded(step, worker.holds, "it failed"))
 
     def compute(self, worker: Worker) -> None:
         worker.computes = True

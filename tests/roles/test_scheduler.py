@@ -708,7 +708,7 @@ def test_groups_of_steps_that_will_not_be_called_again_are_planned_for_no_more()
     fabric.tell(RatesLearned(0.25e6, 0.25e6), "w2")
     assert said(SharesPlanned, fabric.wait(GATHER_S), "w0")
     for name in call.nodes:
-        fabric.tell(StepEnded(call.step), name)
+        fabric.tell(StepEnded(call.step, call.step + 1), name)
     fabric.tell(StepsOver(), "w3")
     fabric.tell(RatesLearned(1e6, 1e6), "w2")
     assert not sent(SharesPlanned, fabric.wait(4.0))
@@ -740,8 +740,8 @@ def test_nobody_hears_whom_a_step_that_failed_waits_for() -> None:
     fabric = Fabric("w0", "w1")
     call = called_together(fabric)
     fabric.tell(GroupWanted(call.group, call.nodes), "w0")
-    fabric.tell(StepEnded(call.step, "it failed"), "w1")
-    again = said(StepCalled, fabric.tell(StepEnded(call.step, "it failed"), "w0"), "w0")
+    fabric.tell(StepEnded(call.step, call.step, "it failed"), "w1")
+    again = said(StepCalled, fabric.tell(StepEnded(call.step, call.step, "it failed"), "w0"), "w0")
     fabric.tell(GroupWanted(call.group, call.nodes), "w1")  # it was on its way
     fabric.tell(GroupWanted(again.group, again.nodes), "w0")
     assert {pending.name for pending in sent(GroupPending, fabric.wait(PENDING_S))} == {again.group}

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed here")
 
 from mlfabric.errors import FabricError  # noqa: E402
-from mlfabric.torch.rolling import Gathered  # noqa: E402
+from mlfabric.torch import rolledsteps  # noqa: E402
+from mlfabric.torch.flat import FlatModel  # noqa: E402
+from mlfabric.torch.optimizers import make_optimizer, read_optimizer  # noqa: E402
+from mlfabric.torch.pieces import PieceOptimizer  # noqa: E402
+from mlfabric.torch.rolledsteps import Gathered, Gradient, cut_parts  # noqa: E402
 from mlfabric.torch.training import Training, join  # noqa: E402
 from tests.torch.test_fastest import Party  # noqa: E402
 from tests.torch.test_training import alone, batches, judged, loss_of, make_model  # noqa: E402
@@ -20,12 +26,21 @@ ADAM = ("Adam", {"lr": 0.01})
 SGD = ("SGD", {"lr": 0.01, "momentum": 0.9})
 
 
+@pytest.fixture(params=[1, 3], ids=["whole", "three-parts"])
+def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Small models are one part; here they are cut as large ones would be."""
+    count: int = request.param
+    elements = sum(p.numel() for p in make_model().parameters())
+    monkeypatch.setattr(rolledsteps, "LEAST_BYTES", 4 * elements // count)
+    return count
+
+
 @pytest.mark.parametrize("engine", ["thread", "process"])
 @pytest.mark.parametrize(
     "wish", [{}, {"codec": "float16"}, {"local_steps": 2}], ids=["gradients", "float16", "local"]
 )
 def test_workers_at_the_same_step_hold_the_same_bits_while_one_straggles_and_one_dies(
-    wish: dict[str, Any], engine: str
+    wish: dict[str, Any], engine: str, parts: int
 ) -> None:
     party = Party(4, engine, mode="rolling", optimizer=ADAM)
     try:
@@ -39,7 +54,7 @@ def test_workers_at_the_same_step_hold_the_same_bits_while_one_straggles_and_one
     assert judged(party.models[0], judge) < 0.8 * judged(make_model(0), judge)
 
 
-def test_every_gradient_is_in_exactly_one_step() -> None:
+def test_every_gradient_is_in_exactly_one_step(parts: int) -> None:
     """By plain SGD without momentum the sum of all that was applied is what the model has moved by."""
     party = Party(3, mode="rolling", optimizer=("SGD", {"lr": 0.125}))
     ended: list[Training | None] = []
@@ -53,7 +68,7 @@ def test_every_gradient_is_in_exactly_one_step() -> None:
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["SGD", "Adam"])
-def test_one_worker_alone_learns_as_plain_pytorch_does(optimizer: Any) -> None:
+def test_one_worker_alone_learns_as_plain_pytorch_does(optimizer: Any, parts: int) -> None:
     plain, model = make_model(), make_model()
     stepper = getattr(torch.optim, optimizer[0])(plain.parameters(), **optimizer[1])
     with join(model, optimizer, "rolling", **alone()) as training:
@@ -61,19 +76,19 @@ def test_one_worker_alone_learns_as_plain_pytorch_does(optimizer: Any) -> None:
             loss_of(model, batch).backward()
             training.step()
             until = time.monotonic() + 10
-            while training.version < training.steps and time.monotonic() < until:
+            while training.version < parts * training.steps and time.monotonic() < until:
                 time.sleep(0.001)
                 training.catch_up()  # nobody has to wait; here each gradient is to be a step of its own
             stepper.zero_grad()
             loss_of(plain, batch).backward()
             stepper.step()
-        assert training.version == training.committed == 15
+        assert training.version == parts * training.committed == parts * 15
         assert set(training.delays) == {0}
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_a_newcomer_gets_model_and_optimizer_state_from_those_who_train() -> None:
+def test_a_newcomer_gets_model_and_optimizer_state_from_those_who_train(parts: int) -> None:
     first, second = make_model(1), make_model(2)
     seen: list[dict[int, bytes]] = [{}, {}]
     through = threading.Event()
@@ -103,7 +118,7 @@ def test_a_newcomer_gets_model_and_optimizer_state_from_those_who_train() -> Non
     assert all(seen[0][version] == seen[1][version] for version in common)
 
 
-def test_the_module_is_ahead_of_the_common_model_and_a_checkpoint_is_not() -> None:
+def test_the_module_is_ahead_of_the_common_model_and_a_checkpoint_is_not(parts: int) -> None:
     party = Party(2, mode="rolling", optimizer=ADAM)
     apart: list[float] = []
 
@@ -147,17 +162,62 @@ def test_a_worker_in_another_mode_is_refused_by_those_who_roll() -> None:
         join(make_model(), SGD, "fastest", address=training.fabric.address, name="w1", timeout=10.0)
 
 
-def test_sums_of_gradients_keep_count_and_bases() -> None:
-    import numpy as np
+def test_sums_of_gradients_are_kept_by_part_with_their_settings_and_count() -> None:
+    parts = [slice(0, 2), slice(2, 5)]
+    waiting, given = Gathered(parts, 1), Gathered(parts, 1)
+    for value, base in ((1.0, 4), (2.0, 6)):
+        waiting.add(np.full(5, value, np.float32), [0.5], Gradient(base, len(parts)))
+    waiting.move(0, given)
+    assert [len(each) for each in waiting.gradients] == [0, 2]
+    assert [gradient.base for gradient in given.gradients[0]] == [4, 6]
+    waiting.add(np.full(5, 10.0, np.float32), [0.25], Gradient(7, len(parts)))
+    assert waiting.most == 3
+    vector = np.empty(4, np.float32)
+    given.read(0, vector)
+    assert vector.tolist() == [3.0, 3.0, 1.0, 2.0]
+    waiting.read(0, vector)  # nothing of what was there before
+    assert vector.tolist() == [10.0, 10.0, 0.25, 1.0]
+    given.move(0, waiting)  # a step that failed
+    waiting.read(0, vector)
+    assert vector.tolist() == [13.0, 13.0, 1.25, 3.0]
 
-    gathered = Gathered(np.full(3, 9.0, np.float32))
-    gathered.add(np.ones(3, np.float32), [4])
-    gathered.add(np.full(3, 2.0, np.float32), [5, 6])
-    assert gathered.total.tolist() == [3.0, 3.0, 3.0]
-    assert gathered.bases == [4, 5, 6]
+
+def test_parts_are_of_a_size_worth_a_step_and_cover_the_model() -> None:
+    assert cut_parts(10) == [0, 10]
+    assert len(cut_parts(1_269_706)) == 9
+    assert cut_parts(7, least_bytes=8) == [0, 2, 4, 7]
+    assert cut_parts(25_557_032)[-1] == 25_557_032
 
 
-def test_one_worker_alone_with_local_steps_trains_as_plain_pytorch_does() -> None:
+@pytest.mark.parametrize("wish", [ADAM, SGD, ("AdamW", {"lr": 0.01}), ("RMSprop", {"lr": 0.01})])
+def test_an_optimizer_steps_part_by_part_what_it_steps_as_a_whole(wish: Any) -> None:
+    whole, cut = make_model(), make_model()
+    flats = [FlatModel(model, lambda elements: np.empty(elements, np.float32)) for model in (whole, cut)]
+    plain, own = (make_optimizer(wish, flat.parameters) for flat in flats)
+    vectors = read_optimizer(own, flats[1].parameters).rule(flats[1].trained, 0, 1).vectors
+    cuts = cut_parts(flats[1].elements, least_bytes=64)
+    pieces = PieceOptimizer(own, flats[1], vectors, cuts)
+    for number in range(6):
+        gradient = np.random.default_rng(number).standard_normal(flats[0].elements).astype(np.float32)
+        if number == 3:
+            plain.param_groups[0]["lr"] = own.param_groups[0]["lr"] = 0.02
+            held = pieces.read()
+            pieces = PieceOptimizer(make_optimizer(wish, flats[1].parameters), flats[1], vectors, cuts)
+            pieces.take_over(*held)
+            pieces._own.param_groups[0]["lr"] = 0.02
+        flats[0].set_gradients(gradient)
+        plain.step()
+        for part, (start, stop) in enumerate(itertools.pairwise(cuts)):
+            pieces.step(part, gradient[start : min(stop, flats[1].trained)])
+    assert torch.equal(flats[0].values, flats[1].values)
+    pieces.hand_over()
+    theirs, mine = plain.state_dict()["state"], pieces._own.state_dict()["state"]
+    for index, state in theirs.items():
+        for name, value in state.items():
+            torch.testing.assert_close(torch.as_tensor(mine[index][name]), torch.as_tensor(value))
+
+
+def test_one_worker_alone_with_local_steps_trains_as_plain_pytorch_does(parts: int) -> None:
     plain, model = make_model(), make_model()
     stepper = torch.optim.Adam(plain.parameters(), lr=0.01)
     with join(model, ADAM, "rolling", local_steps=3, **alone()) as training:

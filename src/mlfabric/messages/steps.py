@@ -29,15 +29,18 @@ class StepReady(Message, frozen=True):
     size_bytes: int = 0  # of a gradient
     computed_s: float | None = None  # what the gradient took
     running: str | None = None  # the group of the step it was called to and is not through with
-    rolls: bool = False  # it gives what it has to every step, and waits for none
+    # It rolls: it gives what it has to every step, each of one of so many parts of the model, in turn, and
+    # waits for none. 0: a step is of the whole model and takes one gradient of a worker.
+    parts: int = 0
 
 
 class StepEnded(Message, frozen=True):
-    """A worker is through with a step it was called to; `error`: without the sum."""
+    """A worker is through with the steps it was called to; `error`: not with all of them."""
 
-    step: int
+    step: int  # the first of them
+    holds: int  # it has all sums before this step now
     error: str | None = None
-    more: bool = False  # it rolls, and has gradients for the next step already
+    more: bool = False  # it rolls, and has gradients for the next steps already
 
 
 class StepsOver(Message, frozen=True):
@@ -53,6 +56,7 @@ class StepCalled(Message, frozen=True):
     contributors: tuple[str, ...]  # the others add nothing
     joiners: tuple[str, ...] = ()  # get model and optimizer state of this step too,
     feeders: tuple[str, ...] = ()  # from these contributors, a slice from each
+    count: int = 1  # so many steps follow each other without another call
 
 
 class StepBroken(Message, frozen=True):

@@ -4,8 +4,9 @@ The scheduler calls every step. Workers with a slow link are left out until it i
 take long to compute get the sum without giving to it, so that they hold nobody up and still have the model.
 Whoever was left out comes back as a joiner: it gets model and optimizer state beside the sum.
 
-Where workers roll (`rolls`), all of them take part in every step and nobody is waited for: a step is called
-as soon as the last one has ended and half of them have something to give, and takes what is there.
+Where workers roll, all of them take part in every step and nobody is waited for. A step is of one part of the
+model; one of each part are called together, as soon as the last ones have ended and half of the workers have
+something to give. They follow each other without another word, and each takes what is there when it begins.
 
 The step that is due is the one that the worker furthest on holds the model of; whoever holds that is current.
 So if all that had a sum are gone, the step is made again by those who are left, and no step ever has two
@@ -76,7 +77,7 @@ class _Worker:
     times: deque[float] = field(default_factory=lambda: deque(maxlen=TIMES_KEPT))
     told_without: frozenset[str] = frozenset()
     looks_on: bool = False  # it gives nothing: nobody waits for it
-    rolls: bool = False  # it gives to every step what it has by then
+    parts: int = 0  # of the model, each a step of its own, if it gives to every step what it has by then
 
     def gives(self, step: int) -> bool:
         return self.base is not None and step <= self.until
@@ -144,7 +145,7 @@ class StepRoster:
         worker = self._workers.setdefault(node, _Worker())
         worker.holds, worker.applied = ready.holds, ready.applied
         worker.base, worker.until, worker.waits = ready.base, ready.until, ready.waits
-        worker.size_bytes, worker.rolls = ready.size_bytes, ready.rolls
+        worker.size_bytes, worker.parts = ready.size_bytes, ready.parts
         worker.looks_on = ready.waits and ready.base is None
         worker.since = None if ready.waits else now
         if ready.computed_s is not None:
@@ -156,18 +157,19 @@ class StepRoster:
         step, error = ended.step, ended.error
         call, worker = self._call, self._workers.get(node)
         self._running.pop(node, None)
+        if worker is not None:
+            worker.holds = max(worker.holds, ended.holds)
         if error is not None:
             return self._break(step, f"{node}: {error}")
         if not self._running and not self._broken and call is not None:
             self._through(call, now)
         if worker is None:
             return []
-        worker.holds = step + 1
         if call is not None and call.step == step and node in call.joiners:
             worker.applied = step
         if worker.waits:
-            worker.applied = step + 1
-        if worker.rolls:
+            worker.applied = ended.holds
+        if worker.parts:
             worker.base = step if ended.more else None
             return []
         contributed = call is None or node in call.contributors
@@ -228,8 +230,8 @@ class StepRoster:
             return actions
         if self.step < 0:
             return [*actions, *self._begin(hosts, absent)]
-        if any(worker.rolls for worker in self._workers.values()):
-            return [*actions, *self._roll(now)]
+        if parts := max(worker.parts for worker in self._workers.values()):
+            return [*actions, *self._roll(parts, now)]
         return [*actions, *self._next(now)]
 
     def _settle(self, hosts: Mapping[str, str], absent: int, now: float) -> list[Action]:
@@ -302,10 +304,10 @@ class StepRoster:
         actions += self._called(step, nodes, sorted(givers), feeders if joiners else [], joiners)
         return [*actions, *self._without(chosen, tuple(nodes))]
 
-    def _roll(self, now: float) -> list[Action]:
-        """A step of all who are current, if half of those who compute have something to give."""
-        step = self.step
-        members = [name for name in self.current if step - self._workers[name].applied <= MOST_QUEUED]
+    def _roll(self, parts: int, now: float) -> list[Action]:
+        """Steps of all who are current, if half of those who compute have something to give."""
+        step, most = self.step, parts * MOST_QUEUED
+        members = [name for name in self.current if step - self._workers[name].applied <= most]
         for name in set(self.current) - set(members):
             self._workers[name].base = None  # until it says again that it has something, and joins
         computing = [name for name in members if not self._workers[name].looks_on]
@@ -315,14 +317,20 @@ class StepRoster:
         joiners = [name for name in sorted(self._workers) if self._joinable(name, step)]
         nodes = sorted([*members, *joiners])
         self._called_at, self._expected_s = now, self._weigh(nodes, now, everybody=True).step_s
-        return self._called(step, nodes, nodes, members if joiners else [], joiners)
+        return self._called(step, nodes, nodes, members if joiners else [], joiners, parts)
 
     def _joinable(self, name: str, step: int) -> bool:
         worker = self._workers[name]
         return worker.holds < step and (worker.base is not None or worker.waits)
 
     def _called(
-        self, step: int, nodes: list[str], givers: list[str], feeders: list[str], joiners: list[str]
+        self,
+        step: int,
+        nodes: list[str],
+        givers: list[str],
+        feeders: list[str],
+        joiners: list[str],
+        count: int = 1,
     ) -> list[Action]:
         members = tuple(nodes)
         name = self._groups.pop(members, None)
@@ -332,7 +340,7 @@ class StepRoster:
         self._groups[members] = name
         while len(self._groups) > GROUPS_KEPT:
             del self._groups[next(iter(self._groups))]
-        self._call = StepCalled(step, name, members, tuple(givers), tuple(joiners), tuple(feeders))
+        self._call = StepCalled(step, name, members, tuple(givers), tuple(joiners), tuple(feeders), count)
         self._running = dict.fromkeys(members, name)
         self._broken = False
         for member in members if len(members) > 1 else []:

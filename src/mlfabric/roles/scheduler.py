@@ -171,7 +171,7 @@ class Scheduler:
         if isinstance(message, TrainsIn):
             return self._let_in(job, sender, message.way, message.again)[1]
         if isinstance(message, StepReady):
-            way = ROLLING if message.rolls else FASTEST
+            way = ROLLING if message.parts else FASTEST
             inside, refused = self._let_in(job, sender, way, message.holds >= 0)
             if not inside:
                 return refused

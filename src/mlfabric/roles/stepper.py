@@ -56,9 +56,9 @@ class Stepper:
                 self._way, self._training = None, event
                 self._holds = max(self._holds, event.applied)
                 return [self._tell(self._standing(event))]
-            case StepCarriedOut(step=step, error=error, more=more):
-                self._carried_out(step, error, more)
-                return [self._tell(StepEnded(step, error, more))]
+            case StepCarriedOut(step=step, holds=holds, error=error, more=more):
+                self._carried_out(event)
+                return [self._tell(StepEnded(step, holds, error, more))]
             case TrainingEnded():
                 self._training = None
                 return [self._tell(StepsOver()), *self._probe(())]
@@ -78,16 +78,16 @@ class Stepper:
                 return self._probe(peers)
         return []
 
-    def _carried_out(self, step: int, error: str | None, more: bool) -> None:
-        call, training = self._call, self._training
+    def _carried_out(self, ended: StepCarriedOut) -> None:
+        call, training, step = self._call, self._training, ended.step
         self._call = None
-        if error is not None:
+        self._holds = max(self._holds, ended.holds)
+        if ended.error is not None:
             self._failed += 1
             return
         self._taken_part += 1
-        self._holds = step + 1
-        if training is not None and training.rolls:
-            self._training = msgspec.structs.replace(training, base=step if more else None)
+        if training is not None and training.parts:
+            self._training = msgspec.structs.replace(training, base=step if ended.more else None)
             return
         if call is None or training is None or training.base is None:
             return
@@ -104,7 +104,7 @@ class Stepper:
             training.size_bytes,
             training.computed_s,
             self._call.group if self._call is not None else None,
-            training.rolls,
+            training.parts,
         )
 
     def _probe(self, peers: tuple[str, ...]) -> list[Action]:

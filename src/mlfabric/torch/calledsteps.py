@@ -1,8 +1,8 @@
-"""Carries out the steps that the scheduler calls, one after the other, on a thread of its own.
+"""Carries out the steps that the scheduler calls, one call after the other, on a thread of its own.
 
 A step is an all-reduce of whoever was called; who has no gradient for it adds zeros. Contributors that were
-told to also send joiners the model and optimizer state that the step begins with. What comes of it waits for
-the trainer's thread, which alone changes the model.
+told to also send joiners the model and optimizer state that the first step of a call begins with. What comes
+of it waits for the trainer's thread, which alone changes the model.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class StepResult:
     gradients: int = 1  # in the mean; 0: nobody had one, and there is nothing to apply
     delays: tuple[int | None, ...] = ()  # of own gradients that are in; None: one that was dropped
     own: Vector | None = None  # what this worker gave to it, where that matters
+    ages: tuple[int, ...] = ()  # of the parts of own gradients that are in
 
 
 class CalledSteps(ABC):
@@ -61,6 +62,7 @@ class CalledSteps(ABC):
         self.changed = threading.Condition()
         self.results: deque[StepResult] = deque()
         self.applied = -1
+        self.holds = -1  # all sums before this step have come
         self.failed: str | None = None
         self._node = node
         self._client = client
@@ -115,44 +117,49 @@ class CalledSteps(ABC):
             self._tell_end(call, error)
 
     def _tell_end(self, call: StepCalled, error: str | None) -> None:
-        self._client.tell_stepper(StepCarriedOut(call.step, error))
+        self._client.tell_stepper(StepCarriedOut(call.step, self.holds, error))
 
     def _carry_out(self, call: StepCalled) -> None:
-        vector = self._spare.pop() if self._spare else self._client.empty(self._elements, np.float32)
-        feeds, joins = self._node in call.feeders, self._node in call.joiners
+        vector = self._vector(call)
         self._fill(vector, call)
-        state: Vector | None = None
-        if feeds or joins:
-            state = self._client.empty(self._state_elements, np.float32)
-        if feeds and state is not None:
-            self._copy_state(state, call.step)
-        summing: list[OperationCall] = []
-        moving: list[OperationCall] = []
-        if len(call.nodes) > 1:
-            for array in self._travelling(vector, call):
-                blocks = (changes(array.view("u1").data),)
-                wanted = Call("all_reduce", array.dtype.name, array.itemsize, "sum", blocks=blocks)
-                summing.append(self._client.groups.collective(call.group, call.nodes, wanted))
-            self._keep_few(call.group)
-        if state is not None:
-            moving = self._move(call, state)
-        given_up = self._given_up
-        if given_up is not None and given_up[0] == call.group:
-            self._client.groups.break_group(call.group, given_up[1])
+        state = self._state_of(call)
+        summing = self._sum(call, [vector])
+        moving = self._move(call, state) if state is not None else []
+        joins = self._node in call.joiners
         for operation in summing + (moving if joins else []):
             operation.answer.result()
         result = StepResult(call.step, vector, state if joins else None)
-        self._take_mean(result, call)
-        with self.changed:
-            self._settle(result, call)
-            self.results.append(result)
-            self.changed.notify_all()
+        result.mean /= np.float32(len(call.contributors))
+        self._put(result, lambda: self._settle(result, call))
         for operation in moving:
             operation.answer.exception()  # the sum is here; joiners tell themselves if they lack something
 
-    def _travelling(self, vector: Vector, call: StepCalled) -> Sequence[Vector]:
-        """What is summed, in the form in which it travels."""
-        return [vector]
+    def _vector(self, call: StepCalled) -> Vector:
+        """For a step's sum."""
+        return self._spare.pop() if self._spare else self._client.empty(self._elements, np.float32)
+
+    def _sum(self, call: StepCalled, arrays: Sequence[Vector]) -> list[OperationCall]:
+        """Begin to sum arrays among those who were called."""
+        if len(call.nodes) == 1:
+            return []
+        summing = []
+        for array in arrays:
+            blocks = (changes(array.view("u1").data),)
+            wanted = Call("all_reduce", array.dtype.name, array.itemsize, "sum", blocks=blocks)
+            summing.append(self._client.groups.collective(call.group, call.nodes, wanted))
+        self._keep_few(call.group)
+        given_up = self._given_up
+        if given_up is not None and given_up[0] == call.group:
+            self._client.groups.break_group(call.group, given_up[1])
+        return summing
+
+    def _put(self, result: StepResult, settle: Callable[[], None]) -> None:
+        """A step is through: let the trainer have what came of it."""
+        with self.changed:
+            settle()
+            self.holds = result.step + 1
+            self.results.append(result)
+            self.changed.notify_all()
 
     def _fill(self, vector: Vector, call: StepCalled) -> None:
         """What this worker adds to the sum."""
@@ -168,10 +175,6 @@ class CalledSteps(ABC):
     def _give(self, vector: Vector, call: StepCalled) -> None:
         """Fill in what there is to give; `changed` is held."""
 
-    def _take_mean(self, result: StepResult, call: StepCalled) -> None:
-        """Make the sum a mean."""
-        result.mean /= np.float32(len(call.contributors))
-
     @abstractmethod
     def _settle(self, result: StepResult, call: StepCalled) -> None:
         """A step is through: say in the result what became of what was given; `changed` is held."""
@@ -180,11 +183,19 @@ class CalledSteps(ABC):
     def withdraw(self) -> None:
         """Have nothing to give; `changed` is held."""
 
-    def _copy_state(self, state: Vector, step: int) -> None:
-        with self.changed:
-            if not self.changed.wait_for(lambda: self.applied == step or self.failed is not None, APPLY_S):
-                raise FabricError(f"{self._node} is at step {self.applied} and can't send step {step}")
-            self._state(state)
+    def _state_of(self, call: StepCalled) -> Vector | None:
+        """What the first step begins with, or the place for it; None: there is nobody to whom it matters."""
+        if self._node not in (*call.feeders, *call.joiners):
+            return None
+        state, step = self._client.empty(self._state_elements, np.float32), call.step
+        if self._node in call.feeders:
+            with self.changed:
+                if not self.changed.wait_for(
+                    lambda: self.applied == step or self.failed is not None, APPLY_S
+                ):
+                    raise FabricError(f"{self._node} is at step {self.applied} and can't send step {step}")
+                self._state(state)
+        return state
 
     def _move(self, call: StepCalled, state: Vector) -> list[OperationCall]:
         """Each feeder sends a slice of the state to every joiner."""

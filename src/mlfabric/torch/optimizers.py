@@ -137,6 +137,19 @@ def make_optimizer(wish: OptimizerWish, parameters: Sequence[torch.nn.Parameter]
     return made
 
 
+def empty_like(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[torch.Tensor]]
+) -> torch.optim.Optimizer:
+    """An optimizer of the same kind, its groups with the same settings and these tensors, without state."""
+    written = [
+        {**{key: group[key] for key in optimizer.defaults if key in group}, "params": list(tensors)}
+        for group, tensors in zip(optimizer.param_groups, groups, strict=True)
+    ]
+    made = _made(type(optimizer), written, {})
+    made.defaults = dict(optimizer.defaults)  # of which Adagrad begins its sums
+    return made
+
+
 def uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of torch's optimizers without what keeps torch.compile out of it. That loads the compiler at
     the first call, a second of a worker's start that counts when it comes back."""
@@ -145,7 +158,7 @@ def uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _made(
-    kind: type[torch.optim.Optimizer], parameters: list[torch.nn.Parameter], settings: Mapping[str, Any]
+    kind: type[torch.optim.Optimizer], parameters: list[Any], settings: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
     lighter = type(kind.__name__, (kind,), {"add_param_group": uncompiled(kind.add_param_group)})
     made: torch.optim.Optimizer = lighter(parameters, **settings)

@@ -1,34 +1,36 @@
 """Training by steps that roll on: nobody waits for the network, nor for another worker.
 
 A worker adds each gradient to a sum of its own and computes the next one. Meanwhile all-reduces among all
-workers follow each other on a thread of their own. Each takes whatever sums are there, of several gradients
-from one worker and of none from one that straggles, and makes one step by the mean of all of them. So a slow
-link makes steps rarer and larger, and costs no gradient.
+workers follow each other on a thread of their own (`torch.rolledsteps`). Each takes whatever sums are there,
+of several gradients from one worker and of none from one that straggles, and makes one step by the mean of
+all of them. So a slow link makes steps rarer and larger, and costs no gradient.
 
-What it does cost is age: a gradient goes into a step one to three steps after the one whose model it is of.
-So a worker computes where the model will be by then: the common model, moved on by what its last step made,
-as many times as its own gradients were old lately, and once more as Nesterov does. Where gradients are of no
-age nothing is moved. `weights()` and checkpoints are of the common model itself.
+What it does cost is age: the model has moved on by the time a gradient is applied. So a step is of one part
+of the model only, and the parts take turns: a gradient's part waits for its turn and its own all-reduce, not
+for one of the whole model, and mostly no other step of that part comes in between. And a worker computes
+where the model will be by then: the common model, each part moved on by what its last step made, as many
+times as its own gradients were old lately, and once more as Nesterov does. Where gradients are of no age
+nothing is moved. `weights()` and checkpoints are of the common model itself.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from statistics import fmean
 from typing import Final
 
 import numpy as np
 import torch
 
-from mlfabric.client import Client
-from mlfabric.events import StepCarriedOut, TrainingReported
-from mlfabric.messages import StepCalled
+from mlfabric.events import TrainingReported
 from mlfabric.numerics import Vector
-from mlfabric.torch.calledsteps import CalledSteps, StepResult
+from mlfabric.torch.calledsteps import StepResult
 from mlfabric.torch.modes import Wishes
+from mlfabric.torch.pieces import PieceOptimizer
+from mlfabric.torch.rolledsteps import Gradient, RolledSteps, cut_parts
 from mlfabric.torch.stepped import SteppedTraining, optimizer_settings
 from mlfabric.ways import ROLLING
 
@@ -38,118 +40,29 @@ MOST_WAITING: Final = 32
 DELAYS_KEPT: Final = 8
 
 
-@dataclass(slots=True)
-class Gathered:
-    """Gradients of one worker, summed; how many there are stands behind them."""
-
-    total: Vector
-    bases: list[int] = field(default_factory=list)  # of each, the step whose model it is of
-
-    def add(self, gradient: Vector, bases: Sequence[int]) -> None:
-        if self.bases:
-            self.total += gradient
-        else:
-            np.copyto(self.total, gradient)
-        self.bases += bases
-
-
-class RolledSteps(CalledSteps):
-    """Steps that take what there is. `waiting` is for the next step, `given` is in the one that runs."""
-
-    def __init__(
-        self,
-        node: str,
-        client: Client,
-        sizes: tuple[int, int, int],
-        values: Callable[[Vector], None],
-        state: Callable[[Vector], None],
-        max_delay: int,
-        codec: str,
-        keeps: bool,
-    ) -> None:
-        """`sizes`: of a gradient, of it with what else is summed, of what a joiner gets. `keeps`: results say
-        what this worker gave."""
-        gradient, elements, state_elements = sizes
-        self.waiting, self.given = (Gathered(np.zeros(elements, np.float32)) for _ in range(2))
-        self.next_step = -1
-        self._max_delay, self._keeps = max_delay, keeps
-        self._too_old = 0  # of those that waited for the step that runs
-        # A gradient travels by the codec, what else is summed as it is.
-        self._narrow: tuple[Vector, Vector] | None = None
-        if codec != "float32":
-            rest = client.empty(elements - gradient, np.float32)
-            self._narrow = client.empty(gradient, np.dtype(codec)), rest
-        super().__init__(node, client, elements, state_elements, values, state)
-
-    def _give(self, vector: Vector, call: StepCalled) -> None:
-        bases = self.waiting.bases
-        if bases and call.step - min(bases) > self._max_delay:
-            # Only after failures: who gives is at most as old when it gives.
-            self._too_old += len(bases)
-            bases.clear()
-        if not bases:
-            vector.fill(0)
-            return
-        self.waiting, self.given = self.given, self.waiting
-        np.copyto(vector, self.given.total)
-
-    def _travelling(self, vector: Vector, call: StepCalled) -> Sequence[Vector]:
-        if self._narrow is None or call.step < 0:
-            return [vector]
-        gradient, rest = self._narrow
-        np.copyto(gradient, vector[: len(gradient)], casting="same_kind")
-        np.copyto(rest, vector[len(gradient) :])
-        return self._narrow
-
-    def _take_mean(self, result: StepResult, call: StepCalled) -> None:
-        if call.step < 0:
-            super()._take_mean(result, call)
-            return
-        mean = result.mean
-        if self._narrow is not None and len(call.nodes) > 1:
-            np.concatenate(self._narrow, out=mean)
-        result.gradients = round(float(mean[-1]))
-        if result.gradients:
-            mean /= np.float32(result.gradients)
-
-    def _settle(self, result: StepResult, call: StepCalled) -> None:
-        result.delays = (*(call.step - base for base in self.given.bases), *[None] * self._too_old)
-        self._too_old = 0
-        if self._keeps and self.given.bases:
-            result.own = self.given.total.copy()
-        self.given.bases.clear()
-        self.next_step = call.step + 1
-
-    def _tell_end(self, call: StepCalled, error: str | None) -> None:
-        # With the lock, so that what the trainer says of new gradients is not said in between.
-        with self.changed:
-            if self.given.bases:  # it failed
-                self.waiting.add(self.given.total, self.given.bases)
-                self.given.bases.clear()
-            self._client.tell_stepper(StepCarriedOut(call.step, error, bool(self.waiting.bases)))
-
-    def withdraw(self) -> None:
-        self.waiting.bases.clear()
-
-
 class Rolling(SteppedTraining):
     way = ROLLING
     _steps: RolledSteps
 
     def _prepare(self, wishes: Wishes) -> None:
         flat = self._flat
-        self._elements += 1  # the count
+        cuts = cut_parts(flat.elements)
+        self._parts = [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
         self._ahead = wishes.ahead
-        self._local, self._local_steps = 0, wishes.local_steps or 1
-        self._delays: deque[int] = deque(maxlen=DELAYS_KEPT)
+        self._local_steps = wishes.local_steps or 1
+        self._ages: deque[int] = deque(maxlen=DELAYS_KEPT * len(self._parts))
         self._common = flat.copy()  # the model that all have
-        self._moved = np.zeros(flat.trained, np.float32)  # by its last step
-        self._gradient = np.zeros(self._elements, np.float32)
-        self._gradient[-1] = 1
+        self._moved = np.zeros(flat.trained, np.float32)  # each part by its last step
+        if wishes.local_steps is None:
+            self._pieces = PieceOptimizer(self._optimizer, flat, self._vectors, cuts)
+            # How often each part was stepped, where a whole model has one number.
+            self._state_elements += 2 * (len(self._parts) - 1)
         self._steps = RolledSteps(
             self._fabric.name,
             self._client,
-            (flat.elements, self._elements, self._state_elements),
+            self._parts,
+            self._settings if wishes.local_steps is None else 0,
+            self._state_elements,
             self._values,
             self._state,
             self._max_delay,
@@ -159,18 +72,18 @@ class Rolling(SteppedTraining):
 
     def step(self, take: Callable[[], Vector], scaled: bool) -> None:
         """Add the gradient that `take` gives to those that wait; go on with where the model will be."""
-        self._scaled = scaled
-        steps, gradient = self._steps, self._gradient
-        gradient[: self._flat.elements] = take()
-        gradient[self._flat.elements : -1] = optimizer_settings(self._optimizer)
-        self._wait(lambda: len(steps.waiting.bases) < MOST_WAITING)
-        with steps.changed:
-            # The step that runs has taken what it takes.
-            old = steps.next_step + 1 - self._base > self._max_delay
-            if not old:
-                steps.waiting.add(gradient, [self._base])
-        if old:
-            self._settled(None)
+        steps, gradient = self._steps, take()
+        if scaled and not np.isfinite(gradient[: self._flat.trained]).all():
+            self._skipped()
+        else:
+            self._wait(lambda: steps.waiting.most < MOST_WAITING)
+            with steps.changed:
+                old = steps.joining or steps.delay_of(self._base) > self._max_delay
+                if not old:
+                    given = Gradient(self._base, len(self._parts))
+                    steps.waiting.add(gradient, optimizer_settings(self._optimizer), given)
+            if old:
+                self._settled(None)
         self._compute()
 
     def _compute(self) -> None:
@@ -182,24 +95,30 @@ class Rolling(SteppedTraining):
 
     def _move_ahead(self) -> None:
         """Have the model as it is expected to be when the next gradient is applied."""
-        if self._ahead and any(self._delays):
+        if self._ahead and any(self._ages):
             trained = self._flat.trained
-            by = np.float32(1 + fmean(self._delays))
+            by = np.float32(1 + fmean(self._ages))
             np.multiply(self._moved, by, out=self._flat.values.numpy()[:trained])
             self._flat.values[:trained] += torch.from_numpy(self._common[:trained])
 
     def _report(self, waits: bool = False) -> None:
         # With the lock: `RolledSteps` tells of what waits, too.
         with self._steps.changed:
-            base = self._base if self._steps.waiting.bases and not waits else None
-            applied, until = self._steps.applied, self._base + self._max_delay
-            size_bytes = 4 * self._elements
-            self._client.tell_stepper(TrainingReported(applied, base, until, waits, size_bytes, rolls=True))
+            base = self._base if self._steps.waiting.most and not waits else None
+            parts = len(self._parts)
+            applied, until = self._steps.applied, self._base + parts * self._max_delay
+            size_bytes = 4 * self._flat.elements
+            self._client.tell_stepper(TrainingReported(applied, base, until, waits, size_bytes, parts=parts))
 
     def catch_up(self) -> None:
         """Have the common model as it is, with all that has come."""
         super().catch_up()
         self._flat.load(self._common)
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Have the user's optimizer hold the state of the common model."""
+        self._pieces.hand_over()
 
     def finish(self) -> None:
         """Take part no more, once all that was given is in a step, or nobody makes one."""
@@ -210,21 +129,49 @@ class Rolling(SteppedTraining):
         super().finish()
 
     def _waits(self) -> bool:
-        return bool(self._steps.waiting.bases or self._steps.given.bases)
+        return bool(self._steps.waiting.most or self._steps.given.most)
 
     def _apply(self, result: StepResult) -> None:
-        flat = self._flat
-        fresh = result.step < 0 or result.state is not None
-        if result.gradients:
-            flat.load(self._common)  # where it was moved to counts for nothing
-        super()._apply(result)
-        self._delays.extend(delay for delay in result.delays if delay is not None)
-        if result.gradients or fresh:
-            values = flat.values.numpy()
-            np.subtract(values[: flat.trained], self._common[: flat.trained], out=self._moved)
-            np.copyto(self._common, values)
-            if fresh:
-                self._moved.fill(0)
+        values, common = self._flat.values.numpy(), self._common
+        self._ages.extend(result.ages)
+        if result.state is not None:
+            self._load(result.state)
+        if result.step < 0:
+            self._flat.load(result.mean[: self._flat.elements])
+        if result.step < 0 or result.state is not None:
+            np.copyto(common, values)
+            self._moved.fill(0)
+            self._steps.joining = False
+        if result.step >= 0 and result.gradients:
+            self._step_part(result)
+
+    def _step_part(self, result: StepResult) -> None:
+        number, flat = result.step % len(self._parts), self._flat
+        part, mean = self._parts[number], result.mean
+        values, common = flat.values.numpy(), self._common
+        trained = slice(part.start, min(part.stop, flat.trained))
+        values[trained] = common[trained]  # where it was moved to counts for nothing
+        length = max(trained.stop - trained.start, 0)
+        if length:
+            elements = part.stop - part.start
+            with self._settings_of(mean[elements : elements + self._settings].tolist()):
+                self._pieces.step(number, mean[:length])
+            np.subtract(values[trained], common[trained], out=self._moved[trained])
+        values[part.start + length : part.stop] = mean[length : part.stop - part.start]  # running statistics
+        common[part] = values[part]
+
+    # --- what others get --------------------------------------------------------------------------------
 
     def _held(self) -> Vector:
         return self._common
+
+    def _state(self, vector: Vector) -> None:
+        vectors, counts = self._pieces.read()
+        vector[: -2 * len(counts)] = np.concatenate([self._common, *vectors])
+        vector[-2 * len(counts) :] = np.array(counts, np.int64).view(np.float32)
+
+    def _load(self, vector: Vector) -> None:
+        flat, counts = self._flat, 2 * len(self._parts)
+        flat.load(vector[: flat.elements])
+        held = vector[flat.elements : -counts].reshape(self._vectors, flat.trained)
+        self._pieces.take_over(list(held), vector[-counts:].copy().view(np.int64).tolist())

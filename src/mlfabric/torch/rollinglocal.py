@@ -1,9 +1,9 @@
 """Local steps while averages roll on: each worker steps by itself and never waits for what others did.
 
-A worker steps its own copy of the model by its own gradients. Averages follow each other as in mode rolling:
-each takes from every worker how far it has come since it last gave, and moves all of them by the mean of
-that. What a worker did while an average was under way stays its own until the next one. The common model,
-which all have who hold the same step, is the first one moved by all averages so far.
+A worker steps its own copy of the model by its own gradients. Averages follow each other part by part as in
+mode rolling: each takes from every worker how far that part has come since it last gave, and moves all of
+them by the mean of that. What a worker did while an average was under way stays its own until the next one.
+The common model, which all have who hold the same step, is the first one moved by all averages so far.
 """
 
 from __future__ import annotations
@@ -14,64 +14,86 @@ import numpy as np
 
 from mlfabric.numerics import Vector
 from mlfabric.torch.calledsteps import StepResult
+from mlfabric.torch.modes import Wishes
+from mlfabric.torch.rolledsteps import Gradient
 from mlfabric.torch.rolling import Rolling
+from mlfabric.torch.stepped import SteppedTraining
 
 
 class RollingLocal(Rolling):
+    def _prepare(self, wishes: Wishes) -> None:
+        super()._prepare(wishes)
+        self._made = 0  # steps of our own
+        self._gave = [0] * len(self._parts)  # of them, those in what was given last
+        self._apart = self._common.copy()
+
     def step(self, take: Callable[[], Vector], scaled: bool) -> None:
-        """Step by the gradient that `take` gives, and let the next average have what has changed."""
+        """Step by the gradient that `take` gives, and let the next averages have what has changed."""
         flat, update = self._flat, take()
         if scaled and not np.isfinite(update[: flat.trained]).all():
             self._skipped()
         else:
             flat.set_gradients(update)
             self._optimizer.step()
-        self._local += 1
+        self._made += 1
         self._compute()
 
     def _compute(self) -> None:
-        self._give()
+        self._give(self._local_steps)
         self._flat.point_gradients()
         self._base = self._steps.applied
         self._report()
 
-    def _give(self) -> None:
-        """Have what is not in any average yet wait for the next one."""
-        steps, flat = self._steps, self._flat
+    def _give(self, least: int) -> None:
+        """Have what is not in any average yet wait for the next ones, of parts that are so many steps on."""
+        steps = self._steps
         while True:
             self._apply_all()
             with steps.changed:
                 if steps.results:
                     continue
-                if self._local >= self._local_steps or steps.waiting.bases:
-                    apart, waiting = self._gradient[: flat.elements], steps.waiting
-                    np.subtract(flat.values.numpy(), self._common, out=apart)
-                    if steps.given.bases:
-                        apart -= steps.given.total[: flat.elements]
-                    waiting.bases.clear()
-                    waiting.add(self._gradient, [self._base])
-                    self._local = 0
+                if not steps.joining:
+                    self._put_forward(least)
                 return
+
+    def _put_forward(self, least: int) -> None:
+        steps, apart = self._steps, self._apart
+        np.subtract(self._flat.values.numpy(), self._common, out=apart)
+        for number, part in enumerate(self._parts):
+            if not steps.waiting.gradients[number] and self._made - self._gave[number] < least:
+                continue
+            if steps.given.gradients[number]:
+                apart[part] -= steps.given.sum_of(number)
+            # What became of one part is told, not of all of them.
+            steps.waiting.replace(number, apart[part], Gradient(self._base, left=1 if number == 0 else 0))
+            self._gave[number] = self._made
 
     def finish(self) -> None:
         """Take part no more, once all that was done is in an average, or nobody makes one."""
-        if self._local:
-            self._local = self._local_steps
-            self._compute()
+        self._give(1)
+        self._report()
         super().finish()
 
     def _apply(self, result: StepResult) -> None:
-        flat = self._flat
-        values, common = flat.values.numpy(), self._common
+        values, common = self._flat.values.numpy(), self._common
         if result.state is not None:
             self._load(result.state)
-            np.copyto(common, values)
         if result.step < 0:
-            flat.load(result.mean[: flat.elements])
+            self._flat.load(result.mean[: self._flat.elements])
+        if result.step < 0 or result.state is not None:
             np.copyto(common, values)
-        elif result.gradients:
-            by = result.mean[: flat.elements]
-            values += by
-            common += by
-            if result.own is not None and result.state is None:
-                values -= result.own[: flat.elements]
+            self._steps.joining = False
+        if result.step >= 0 and result.gradients:
+            part = self._parts[result.step % len(self._parts)]
+            by = result.mean[: part.stop - part.start]
+            values[part] += by
+            common[part] += by
+            if result.own is not None:
+                values[part] -= result.own
+
+    # The optimizer steps the whole model here, and holds its own state.
+    _state = SteppedTraining._state
+    _load = SteppedTraining._load
+
+    def _hand_over(self) -> None:
+        pass

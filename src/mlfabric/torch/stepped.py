@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
@@ -171,10 +172,18 @@ class SteppedTraining(ABC):
             self._skipped()
             return
         flat.set_gradients(mean[: flat.elements])
+        with self._settings_of(mean[flat.elements : self._elements].tolist()):
+            self._optimizer.step()
+
+    @contextmanager
+    def _settings_of(self, numbers: list[float]) -> Iterator[None]:
+        """Have the optimizer step by these settings, the mean of all who give to a step."""
         own = optimizer_settings(self._optimizer)
-        _set_settings(self._optimizer, mean[flat.elements : self._elements].tolist())
-        self._optimizer.step()
-        _set_settings(self._optimizer, own)
+        _set_settings(self._optimizer, numbers)
+        try:
+            yield
+        finally:
+            _set_settings(self._optimizer, own)
 
     # --- what others get --------------------------------------------------------------------------------
 
