@@ -19,6 +19,7 @@ from mlfabric.messages import (
 )
 from mlfabric.plan.groups import GroupPlan, plan_group, predicted_time
 from mlfabric.roles.actions import Action, Note, Send
+from mlfabric.roles.roster import STEPS
 from mlfabric.topology import Network
 
 # Those who wait hear whom they wait for this often.
@@ -28,12 +29,12 @@ GATHER_S = 0.03
 # A new scheduler does not know how far the last one counted groups and plans.
 NUMBERS_PER_TERM = 2**20
 # A new plan that is faster by this factor is sent at once, one that is faster by less when it has been so for
-# a while: rates that have just been learned are never quite right. Back to equal shares it goes sooner: they
-# need no rates to be right.
+# a while: rates that have just been learned are never quite right. Back to equal shares it goes sooner, as
+# they need no rates to be right, and so where steps follow each other without a pause.
 WORTH_CHANGING_NOW = 1.2
 WORTH_CHANGING = 1.05
 STEADY_S = 3.0
-STEADY_EQUAL_S = 0.2
+STEADY_SOON_S = 0.2
 
 
 @dataclass(slots=True)
@@ -161,7 +162,8 @@ class Groups:
             plan = plan_group(network, group.hosts)
             standing_s = predicted_time(network, group.hosts, group.plan)
             gain = standing_s * group.plan.cost / (plan.predicted_s * plan.cost)
-            if not self._worth_changing(group, gain, now, STEADY_EQUAL_S if plan.is_equal else STEADY_S):
+            soon = plan.is_equal or group.name.startswith(STEPS)
+            if not self._worth_changing(group, gain, now, STEADY_SOON_S if soon else STEADY_S):
                 continue
             group.plan, group.better_since = plan, None
             group.plans += 1

@@ -1,8 +1,9 @@
 """A host's own link rates, learned from what its collective links carry. Pure: the mesh feeds it.
 
-A rate says something about a link only while the link is what holds the bytes back. A sender whose flows to
-most peers have bytes waiting, and whose packets all wait on their way, is held back by its own uplink; one
-that has bytes waiting for a few peers only, or gets them through to some at once, is held back by the others.
+A rate says something about a link only while the link is what holds the bytes back. A sender that has bytes
+waiting for several peers, and whose packets to all of them wait about as long on their way, is held back by
+its own uplink: they wait in one queue. One that has bytes waiting for one peer only, or gets them through to
+some much sooner than to others, is held back by the others.
 It tells those with every frame (`pressed`), so a receiver that most peers are pressed by knows that its own
 downlink is the limit. What a peer's single flow would tell about a third host is not used: it comes late and
 reads low. Nor do flows into other racks say anything of a host: their racks' uplinks hold them back.
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Generic, TypeVar
 
 Flow = TypeVar("Flow", bound=Hashable)
@@ -29,6 +31,8 @@ BACKLOG_BYTES = 32 * 1024
 SENT_BYTES = 8 * 1024
 # Packets that take so much longer than they could wait in a queue.
 QUEUED_US = 1500
+# It is the same queue for all flows if the packets of none wait for less than this part of what is usual.
+SAME_QUEUE = 0.45
 # A look that comes later than this tells of a busy processor, not of the network.
 LATE_S = 0.06
 # An uplink that had nothing to send for more than this share of the time was not the limit.
@@ -144,7 +148,9 @@ class RateMeter:
         enough = len(samples) >= SOON_SAMPLES
         if self.rate is None:
             self.rate = soon if enough and soon > 0 else None
-        elif soon > (1 + JUMP) * self.rate or (enough and 0 < soon < (1 - JUMP) * self.rate):
+        elif len(samples) > 1 and (risen := min(samples[-2:])) > (1 + JUMP) * self.rate:
+            self._jump(risen)  # one sample may be of what a queue let through after a pause
+        elif enough and 0 < soon < (1 - JUMP) * self.rate:
             self._jump(soon)
         elif len(samples) >= FALL_SAMPLES and 0 < (fallen := max(samples[-FALL_SAMPLES:])) < FALL * self.rate:
             self._jump(fallen)
@@ -181,8 +187,7 @@ class HostRates(Generic[Flow]):
         if len(near) < 2:
             near = used
         backlog = {key for key, flow in flows.items() if flow.waiting_bytes >= BACKLOG_BYTES}
-        most = len(near & backlog) >= max(2, (len(near) + 1) // 2)
-        up_limits = most and not held_back and self._queues_here(near, flows)
+        up_limits = not held_back and self._queues_here(near, backlog, flows)
         pressing = sum(flows[key].pressed_by_peer for key in near)
         down_limits = pressing >= max(2, NEARLY_ALL * len(near))
         self._count(flows)
@@ -197,15 +202,23 @@ class HostRates(Generic[Flow]):
         self._last = (now, self._acked)
         return waited & backlog
 
-    def _queues_here(self, near: set[Flow], flows: Mapping[Flow, FlowState]) -> bool:
-        """Whether packets wait at our own uplink: then those of all flows do. If those of one get through,
-        it is receivers that hold the others back, however many they are."""
+    def _queues_here(self, near: set[Flow], backlog: set[Flow], flows: Mapping[Flow, FlowState]) -> bool:
+        """Whether packets wait at our own uplink: then those of all flows do, about as long. If those of one
+        get through sooner, it is receivers that hold the others back, however many they are.
+
+        Most flows have bytes waiting then, too. Where operations are small a few of them may: it is enough
+        that not all that waits is for one receiver, if the packets of most flows are seen to wait.
+        """
         queued = [
             flow.queued_us
             for key in near
             if (flow := flows[key]).queued_us is not None and self._sends(key, flow)
         ]
-        return not queued or min(queued) >= QUEUED_US
+        if queued and min(queued) < max(QUEUED_US, SAME_QUEUE * median(queued)):
+            return False
+        half = max(2, (len(near) + 1) // 2)
+        waiting = sorted(flows[key].waiting_bytes for key in near)
+        return len(near & backlog) >= half or (len(queued) >= half and sum(waiting[:-1]) >= BACKLOG_BYTES)
 
     def _sends(self, key: Flow, flow: FlowState) -> bool:
         """Whether more than a few words went out by it since the last look: what is known of it is fresh."""
