@@ -333,3 +333,47 @@ def test_only_the_last_groups_are_used_again() -> None:
     assert world.calls[-1][1].group in kept
     assert len(kept) <= GROUPS_KEPT
     assert not world.roster.is_over("of somebody else")
+
+
+def rolling(roster: StepRoster, hosts: dict[str, str], parts: int) -> StepCalled:
+    """All begin with the same values, and have something to give: the first call to roll."""
+    network = Network.of(Host(host, 1e6, 1e6) for host in hosts)
+    for name in hosts:
+        roster.heard(name, StepReady(-1, -1, waits=True, size_bytes=SIZE_BYTES, parts=parts), 0.0)
+    roster.look(hosts, 0, network, 0.0)
+    for name in hosts:
+        roster.heard(name, StepEnded(-1, 0), 0.1)
+        roster.heard(name, StepReady(0, 0, 0, 8, size_bytes=SIZE_BYTES, parts=parts), 0.2)
+    return next(iter(calls_in(roster.look(hosts, 0, network, 0.2))))
+
+
+def calls_in(actions: list[Action]) -> list[StepCalled]:
+    sent = [action.message for action in actions if isinstance(action, Send)]
+    return [message for message in sent if isinstance(message, StepCalled)]
+
+
+def test_where_steps_roll_one_of_each_part_is_called_at_a_time() -> None:
+    hosts = {name: name for name in ("w0", "w1", "w2")}
+    network = Network.of(Host(host, 1e6, 1e6) for host in hosts)
+    roster = StepRoster(0, 0.0)
+    first = rolling(roster, hosts, parts=4)
+    assert (first.step, first.count, first.nodes) == (0, 4, ("w0", "w1", "w2"))
+    for name in hosts:
+        assert not calls_in(roster.look(hosts, 0, network, 0.3))
+        roster.heard(name, StepEnded(0, 4, more=True), 0.3)
+    assert {(call.step, call.count) for call in calls_in(roster.look(hosts, 0, network, 0.4))} == {(4, 4)}
+
+
+def test_where_steps_roll_who_got_further_before_a_failure_goes_on_and_feeds_the_others() -> None:
+    hosts = {name: name for name in ("w0", "w1", "w2", "w3")}
+    network = Network.of(Host(host, 1e6, 1e6) for host in hosts)
+    roster = StepRoster(0, 0.0)
+    rolling(roster, hosts, parts=4)
+    del hosts["w3"]
+    for name, holds in (("w0", 3), ("w1", 2), ("w2", 3)):
+        roster.heard(name, StepEnded(0, holds, "w3 was lost", more=True), 0.4)
+        roster.heard(name, StepReady(holds, holds, 0, 8, size_bytes=SIZE_BYTES, parts=4), 0.4)
+    again = calls_in(roster.look(hosts, 0, network, 0.5))[0]
+    assert (again.step, again.count) == (3, 4)
+    assert again.nodes == ("w0", "w1", "w2")
+    assert (again.joiners, again.feeders) == (("w1",), ("w0", "w2"))

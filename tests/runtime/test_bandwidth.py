@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -332,3 +333,39 @@ def test_an_uplink_in_whose_queue_all_wait_is_slow() -> None:
         flow.queued_us = 30_000
     host.send(0.5, SLOW, backlogged=5)
     assert host.rates.up.rate == pytest.approx(SLOW, rel=0.01)
+
+
+def small_operations(host: Host, seconds: float, queued_us: Sequence[int]) -> None:
+    """All flows send at a slow rate, bytes wait for two peers at a time, packets as long as said."""
+    for flow, waits_us in zip(host.flows, queued_us, strict=True):
+        flow.queued_us = waits_us
+    for tick in range(round(seconds / TICK_S)):
+        host.now += TICK_S
+        for index, flow in enumerate(host.flows):
+            flow.busy_us += round(TICK_S * 1e6)
+            flow.waiting_bytes = 2 * BACKLOG_BYTES if (index + tick) % 7 < 2 else 0
+            flow.acked_bytes += int(SLOW * TICK_S / 7)
+        host.look()
+
+
+def test_small_operations_tell_of_an_uplink_in_whose_queue_all_wait() -> None:
+    host = Host()
+    host.send(0.5, FAST, backlogged=7)
+    small_operations(host, 0.5, [30_000, 31_000, 42_000, 28_000, 35_000, 55_000, 30_000])
+    assert host.rates.up.rate == pytest.approx(SLOW, rel=0.01)
+
+
+def test_packets_that_wait_in_queues_of_their_own_do_not_blame_our_uplink() -> None:
+    host = Host()
+    host.send(0.5, FAST, backlogged=7)
+    small_operations(host, 0.5, [30_000, 31_000, 42_000, 3_000, 35_000, 55_000, 30_000])
+    assert host.rates.up.rate == pytest.approx(FAST, rel=0.01)
+
+
+def test_one_high_sample_raises_nothing() -> None:
+    host = Host()
+    host.send(0.5, SLOW, backlogged=7)
+    host.send(0.05, 1.6 * SLOW, backlogged=7)
+    host.send(0.5, SLOW, backlogged=7)
+    assert host.rates.up.rate is not None
+    assert host.rates.up.rate < 1.2 * SLOW
