@@ -74,22 +74,13 @@ class RollingLocal(Rolling):
         self._report()
         super().finish()
 
-    def _apply(self, result: StepResult) -> None:
-        values, common = self._flat.values.numpy(), self._common
-        if result.state is not None:
-            self._load(result.state)
-        if result.step < 0:
-            self._flat.load(result.mean[: self._flat.elements])
-        if result.step < 0 or result.state is not None:
-            np.copyto(common, values)
-            self._steps.joining = False
-        if result.step >= 0 and result.gradients:
-            part = self._parts[result.step % len(self._parts)]
-            by = result.mean[: part.stop - part.start]
-            values[part] += by
-            common[part] += by
-            if result.own is not None:
-                values[part] -= result.own
+    def _step_part(self, result: StepResult) -> None:
+        part = self._parts[result.step % len(self._parts)]
+        values, by = self._flat.values.numpy(), result.mean[: part.stop - part.start]
+        values[part] += by
+        self._common[part] += by
+        if result.own is not None:
+            values[part] -= result.own
 
     # The optimizer steps the whole model here, and holds its own state.
     _state = SteppedTraining._state
