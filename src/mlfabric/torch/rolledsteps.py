@@ -200,9 +200,7 @@ class RolledSteps(CalledSteps):
 
     def _narrowed(self, whole: Vector) -> tuple[Vector, Vector]:
         elements = len(whole) - self._behind
-        if elements not in self._narrow:
-            self._narrow[elements] = []
-        spare = self._narrow[elements]
+        spare = self._narrow.setdefault(elements, [])
         narrow, rest = (
             spare.pop()
             if spare
@@ -262,6 +260,10 @@ class RolledSteps(CalledSteps):
         with self.changed:
             for number in range(len(self._parts)):  # of steps that failed
                 self.given.move(number, self.waiting)
+            if error is not None:
+                self.joining = (
+                    False  # else it would have nothing to give, and would not be called to join again
+                )
             more = bool(self.waiting.most)
             self._client.tell_stepper(StepCarriedOut(call.step, self.holds, error, more))
 
