@@ -111,10 +111,8 @@ def oldest_needed(step: Applied) -> int:
 class Follower:
     """Training that applies real gradients as a schedule says."""
 
-    def __init__(
-        self, data: Fashion, seed: int, images: int, look_every: int, batch: int = DEFAULT_BATCH
-    ) -> None:
-        self._data, self._seed, self._images, self._look_every = data, seed, images, look_every
+    def __init__(self, data: Fashion, seed: int, look_every: int, batch: int = DEFAULT_BATCH) -> None:
+        self._data, self._seed, self._look_every = data, seed, look_every
         self._batch = batch
         self._module = make_model(seed)
 
@@ -161,7 +159,7 @@ class Follower:
         if not np.isfinite(weights).all():
             return 0.0
         load_weights(self._module, weights)
-        return accuracy(self._module, self._data, self._images)
+        return accuracy(self._module, self._data, quarter=0)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -176,7 +174,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--max-delay", type=int, help="of the asynchronous policies; else as the scenario says"
     )
-    parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--look-every", type=int, default=30, help="gradients")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--target", type=float, default=0.85, help="by which the best is chosen")
@@ -193,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         flush=True,
     )
     data = Fashion(find_data(given.data))
-    follower = Follower(data, given.seed, given.images, given.look_every, given.batch)
+    follower = Follower(data, given.seed, given.look_every, given.batch)
     trials = []
     for written in given.sizes:
         lr, momentum = map(float, written.split(","))

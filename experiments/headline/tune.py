@@ -54,7 +54,6 @@ POLICIES = {
 SAME_STEPS = {"gloo": "mlfabric-sync", "mlfabric-ssp": "ssp"}
 Leader = list[tuple[float, float]]
 HOPELESS_AFTER_S, HOPELESS_BELOW = 60.0, 0.2
-IMAGES = 2000
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class Bench:
         leader = msgspec.json.decode(path.read_bytes(), type=Leader) if path.exists() else []
         if self._follower is None:
             data, seed = Fashion(self._data), search.where.seed
-            self._follower = Follower(data, seed, IMAGES, search.look_every, search.batch)
+            self._follower = Follower(data, seed, search.look_every, search.batch)
         curve = self._follower.follow(
             self._schedule(contender), size, lambda curve: search.enough(curve, leader)
         )

@@ -82,7 +82,7 @@ def test_gradient_ahead_is_of_the_model_moved_on_as_it_last_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_easy_images(tmp_path / "data")
-    follower = Follower(Fashion(tmp_path / "data"), 1, 100, 1000)
+    follower = Follower(Fashion(tmp_path / "data"), 1, 1000)
     asked: list[Any] = []
 
     def gradient(weights: Any, indices: Any) -> Any:

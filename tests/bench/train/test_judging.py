@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import random
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from mlfabric.bench.train import report
 from mlfabric.bench.train.judging import delay_quantile, mean_delay, pair, reached, summarise
+from mlfabric.bench.train.running import SURELY_BELOW, judge_where_it_counts
 from tests.bench.train.results import rising, some_result, some_settings
 
 
@@ -20,6 +25,26 @@ def test_target_is_reached_at_the_first_of_three_in_a_row() -> None:
 def test_two_in_a_row_are_not_enough() -> None:
     assert reached([(1.0, 0.9), (2.0, 0.9), (3.0, 0.1), (4.0, 0.9), (5.0, 0.9)], 0.85) is None
     assert reached([], 0.85) is None
+
+
+def test_only_where_a_target_may_be_reached_all_images_are_looked_at() -> None:
+    """Whatever a quarter of them says within its margin, targets are reached when all of them say so."""
+    seed = random.randrange(2**32)
+    draw = random.Random(seed)
+    targets, count = (0.85, 0.89), 40
+    snapshots = [(2.0 * number, Path(str(number))) for number in range(count)]
+    for _ in range(200):
+        exact = [(at, min(0.78 + 0.002 * at + draw.gauss(0, 0.01), 0.95)) for at, _ in snapshots]
+        by_all = Mock(side_effect=lambda path, exact=exact: exact[int(path.name)][1])
+        off = [draw.uniform(-1, 1) * 0.99 * SURELY_BELOW for _ in snapshots]
+
+        def judge(path: Path, quarter: int | None, off: Any = off, by_all: Any = by_all) -> float:
+            found: float = by_all(path) if quarter is None else by_all.side_effect(path) + off[int(path.name)]
+            return found
+
+        curve = judge_where_it_counts(snapshots, targets, judge)
+        assert [reached(curve, each) for each in targets] == [reached(exact, each) for each in targets], seed
+        assert by_all.call_count < count, seed
 
 
 @pytest.mark.parametrize(
