@@ -13,7 +13,7 @@ import pytest
 
 from mlfabric.messages import StepBroken, StepCalled, StepEnded, StepReady, StepsOver, StepsWithout
 from mlfabric.roles.actions import Action, Send
-from mlfabric.roles.roster import GROUPS_KEPT, MOST_QUEUED, StepRoster
+from mlfabric.roles.roster import CALL_S, GROUPS_KEPT, MOST_QUEUED, MOST_ROUNDS, StepRoster
 from mlfabric.topology import Host, Network
 
 SIZE_BYTES = 1_000_000
@@ -362,6 +362,42 @@ def test_where_steps_roll_one_of_each_part_is_called_at_a_time() -> None:
         assert not calls_in(roster.look(hosts, 0, network, 0.3))
         roster.heard(name, StepEnded(0, 4, more=True), 0.3)
     assert {(call.step, call.count) for call in calls_in(roster.look(hosts, 0, network, 0.4))} == {(4, 4)}
+
+
+def test_rounds_are_called_together_while_workers_compute_faster_than_they_follow_each_other() -> None:
+    hosts = {name: name for name in ("w0", "w1", "w2")}
+    network = Network.of(Host(host, 1e6, 1e6) for host in hosts)
+    roster = StepRoster(0, 0.0)
+    call, now = rolling(roster, hosts, parts=4), 0.2
+    counts = []
+    # How long a round takes, and how many gradients each worker tells of meanwhile.
+    for round_s, gradients in ((1.5, 3), (1.5, 2), (0.5, 2), (0.5, 1)):
+        now += round_s * call.count / 4
+        end = call.step + call.count
+        for name in hosts:
+            for _ in range(gradients * call.count // 4):
+                ready = StepReady(call.step, call.step, 0, 99, size_bytes=SIZE_BYTES, parts=4)
+                roster.heard(name, ready, now)
+            roster.heard(name, StepEnded(call.step, end, more=True), now)
+        call = calls_in(roster.look(hosts, 0, network, now))[0]
+        assert call.step == end
+        counts.append(call.count // 4)
+    assert counts == [int(CALL_S / 1.5), int(CALL_S / 1.5), MOST_ROUNDS, 1]
+
+
+def test_where_somebody_joins_one_round_is_called() -> None:
+    hosts = {name: name for name in ("w0", "w1", "w2")}
+    network = Network.of(Host(host, 1e6, 1e6) for host in hosts)
+    roster = StepRoster(0, 0.0)
+    rolling(roster, hosts, parts=4)
+    for name in ("w0", "w1"):
+        for _ in range(5):
+            roster.heard(name, StepReady(0, 0, 0, 99, size_bytes=SIZE_BYTES, parts=4), 0.5)
+        roster.heard(name, StepEnded(0, 4, more=True), 1.0)
+    roster.heard("w2", StepEnded(0, 0, more=True), 1.0)
+    roster.heard("w2", StepReady(0, 0, 0, 99, size_bytes=SIZE_BYTES, parts=4), 1.0)
+    call = calls_in(roster.look(hosts, 0, network, 1.0))[0]
+    assert (call.joiners, call.count) == (("w2",), 4)
 
 
 def test_where_steps_roll_who_got_further_before_a_failure_goes_on_and_feeds_the_others() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from mlfabric.runtime.bandwidth import BACKLOG_BYTES, TICK_S, FlowState, HostRates
+from mlfabric.runtime.bandwidth import BACKLOG_BYTES, TICK_S, TRY, USED_UP, FlowState, HostRates
 
 FAST, SLOW = 25e6, 6.25e6
 
@@ -369,3 +369,41 @@ def test_one_high_sample_raises_nothing() -> None:
     host.send(0.5, SLOW, backlogged=7)
     assert host.rates.up.rate is not None
     assert host.rates.up.rate < 1.2 * SLOW
+
+
+def unhindered(host: Host, seconds: float, rate: float) -> None:
+    """Send at a rate that is somebody else's, with nothing waiting here."""
+    for _ in range(round(seconds / TICK_S)):
+        host.now += TICK_S
+        for flow in host.flows:
+            flow.busy_us += round(TICK_S * 1e6)
+            flow.waiting_bytes = 0
+            flow.acked_bytes += int(rate * TICK_S / 7)
+        host.look()
+
+
+def test_an_uplink_that_carries_what_is_believed_of_it_without_a_queue_is_believed_more_of() -> None:
+    host = Host()
+    host.send(1.0, SLOW, backlogged=7)
+    assert host.rates.up.rate == pytest.approx(SLOW, rel=0.02)
+    unhindered(host, 0.9, SLOW)
+    assert host.rates.up.rate == pytest.approx(SLOW * TRY**2, rel=0.05)
+
+
+def test_no_more_is_believed_of_an_uplink_than_a_little_beyond_what_it_carries() -> None:
+    host = Host()
+    host.send(1.0, SLOW, backlogged=7)
+    unhindered(host, 10.0, SLOW)
+    assert host.rates.up.rate is not None
+    assert host.rates.up.rate <= SLOW * TRY / USED_UP
+    host.send(1.0, SLOW, backlogged=7)  # it was full after all
+    assert host.rates.up.rate == pytest.approx(SLOW, rel=0.02)
+
+
+def test_nothing_is_tried_while_bytes_wait_or_links_are_hardly_used() -> None:
+    full, idle = Host(), Host()
+    full.send(5.0, SLOW, backlogged=7)
+    assert full.rates.up.rate == pytest.approx(SLOW, rel=0.02)
+    idle.send(1.0, FAST, backlogged=7)
+    unhindered(idle, 5.0, USED_UP * FAST / 2)
+    assert idle.rates.up.rate == pytest.approx(FAST, rel=0.02)

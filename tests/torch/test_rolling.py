@@ -17,7 +17,7 @@ from mlfabric.torch import rolledsteps  # noqa: E402
 from mlfabric.torch.flat import FlatModel  # noqa: E402
 from mlfabric.torch.optimizers import make_optimizer, read_optimizer  # noqa: E402
 from mlfabric.torch.pieces import PieceOptimizer  # noqa: E402
-from mlfabric.torch.rolledsteps import Gathered, Gradient, cut_parts  # noqa: E402
+from mlfabric.torch.rolledsteps import Gathered, Gradient, RolledSteps, cut_parts  # noqa: E402
 from mlfabric.torch.training import Training, join  # noqa: E402
 from tests.torch.test_fastest import Party  # noqa: E402
 from tests.torch.test_training import alone, batches, judged, loss_of, make_model  # noqa: E402
@@ -116,6 +116,49 @@ def test_a_newcomer_gets_model_and_optimizer_state_from_those_who_train(parts: i
     common = seen[0].keys() & seen[1].keys()
     assert len(common) > 5
     assert all(seen[0][version] == seen[1][version] for version in common)
+
+
+def test_a_worker_whose_join_is_broken_off_joins_again(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One lacks a sum that the others have. While they send it the model a feeder fails; after that it joins,
+    and its gradients count again."""
+    trouble: list[str] = []
+    workers: dict[str, RolledSteps] = {}
+    end, move = RolledSteps._end, RolledSteps._move
+
+    def lose(self: RolledSteps, under_way: Any, call: Any, state: Any = None) -> None:
+        workers[self._node] = self
+        if self._node == "w1" and under_way.step >= 3 * parts and not trouble:
+            until = time.monotonic() + 10
+            while any(worker.holds <= under_way.step for node, worker in workers.items() if node != "w1"):
+                assert time.monotonic() < until, "the others do not get their sums"
+                time.sleep(0.001)
+            trouble.append("lost")
+            raise FabricError("a sum was lost")
+        end(self, under_way, call, state)
+
+    def cut(self: RolledSteps, call: Any, state: Any) -> Any:
+        if trouble == ["lost"] and call.joiners == ("w1",) and self._node in call.feeders:
+            trouble.append("cut")
+            raise FabricError("the feeder was cut off")
+        return move(self, call, state)
+
+    monkeypatch.setattr(RolledSteps, "_end", lose)
+    monkeypatch.setattr(RolledSteps, "_move", cut)
+    party = Party(3, mode="rolling", optimizer=ADAM)
+    late: list[int] = []
+
+    def watch(rank: int, training: Training) -> None:
+        if rank == 1 and trouble == ["lost", "cut"]:
+            late.append(training.committed)
+
+    party.watch = watch
+    try:
+        party.run([{}, {"steps": 60}, {}])
+    finally:
+        party.close()
+    assert trouble == ["lost", "cut"]
+    assert late[-1] - late[0] > 5
+    assert party.common_bits() > 10
 
 
 def test_the_module_is_ahead_of_the_common_model_and_a_checkpoint_is_not(parts: int) -> None:

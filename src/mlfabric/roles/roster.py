@@ -5,8 +5,10 @@ take long to compute get the sum without giving to it, so that they hold nobody 
 Whoever was left out comes back as a joiner: it gets model and optimizer state beside the sum.
 
 Where workers roll, all of them take part in every step and nobody is waited for. A step is of one part of the
-model; one of each part are called together, as soon as the last ones have ended and half of the workers have
-something to give. They follow each other without another word, and each takes what is there when it begins.
+model; a round of them, one of each part, is called as soon as the last one has ended and half of the workers
+have something to give. They follow each other without another word, and each takes what is there when it
+begins. Where workers compute faster than rounds follow each other a few rounds are called at once, so that
+links have no pause between them; who wants to join waits for the end of such a call.
 
 The step that is due is the one that the worker furthest on holds the model of; whoever holds that is current.
 So if all that had a sum are gone, the step is made again by those who are left, and no step ever has two
@@ -55,6 +57,11 @@ DOUBT_S: Final = 5.0
 # much sooner: whoever is not in it has to join again.
 WORTH_BREAKING: Final = 1.5
 WORTH_BREAKING_S: Final = 0.2
+# Rounds of rolling steps are called together up to so many, and about so long, where workers make so many
+# gradients in each.
+FEW: Final = 2
+MOST_ROUNDS: Final = 8
+CALL_S: Final = 5.0
 # With so many others a worker that is left out measures its link.
 PROBED: Final = 4
 # Groups that are kept, by who is in them; workers keep as many.
@@ -105,6 +112,7 @@ class StepRoster:
         self._broken = False  # it failed, and those who are still at it know
         self._called_at = 0.0
         self._expected_s = 0.0
+        self._reported = 0  # gradients that workers told of since then
         self._network: Network | None = None  # as it was when it was last looked at
         self._doubts: dict[str, _Doubt] = {}  # by host
         self._chosen: frozenset[str] = frozenset()
@@ -152,6 +160,7 @@ class StepRoster:
             worker.times.append(ready.computed_s)
         if ready.running is not None:
             self._running[node] = ready.running
+        self._reported += ready.base is not None
 
     def _ended(self, node: str, ended: StepEnded, now: float) -> list[Action]:
         step, error = ended.step, ended.error
@@ -161,7 +170,7 @@ class StepRoster:
             worker.holds = max(worker.holds, ended.holds)
         if error is not None:
             return self._break(step, f"{node}: {error}")
-        if not self._running and not self._broken and call is not None:
+        if not self._running and not self._broken and call is not None and call.count == 1:
             self._through(call, now)
         if worker is None:
             return []
@@ -316,8 +325,19 @@ class StepRoster:
             return []
         joiners = [name for name in sorted(self._workers) if self._joinable(name, step)]
         nodes = sorted([*members, *joiners])
-        self._called_at, self._expected_s = now, self._weigh(nodes, now, everybody=True).step_s
-        return self._called(step, nodes, nodes, members if joiners else [], joiners, parts)
+        rounds = 1 if joiners or len(nodes) == 1 else self._rounds(parts, len(computing), now)
+        self._called_at, self._reported = now, 0
+        return self._called(step, nodes, nodes, members if joiners else [], joiners, rounds * parts)
+
+    def _rounds(self, parts: int, computing: int, now: float) -> int:
+        """Several, if in the last ones workers made a few gradients each: steps do not wait for them."""
+        call = self._call
+        if call is None or call.step < 0 or self._broken:
+            return 1
+        last = call.count // parts
+        if self._reported < FEW * last * computing:
+            return 1
+        return max(min(int(CALL_S * last / (now - self._called_at)), MOST_ROUNDS), 1)
 
     def _joinable(self, name: str, step: int) -> bool:
         worker = self._workers[name]

@@ -51,6 +51,12 @@ JUMP = 0.25
 FALL = 0.5
 # A sender whose uplink carries less than this share of what it can is not held back by its uplink.
 UPLINK_FREE = 0.75
+# An uplink that carries so much of what is believed of it for so long, while hardly ever anything waits here
+# (at so many of the looks at most), can carry more: so many times as much is believed of it then.
+USED_UP = 0.7
+TRY_S = 0.25
+HINDERED = 0.15
+TRY = 1.25
 # What a peer said of us holds this long, as long as more of the same bytes come; a slow link brings its next
 # word late.
 PRESSED_S = 0.3
@@ -158,9 +164,24 @@ class RateMeter:
             upper = sorted(samples)[len(samples) // 2 :]  # being interrupted makes samples low, never high
             self.rate = sum(upper) / len(upper)
 
+    def believe(self, now: float, rate: float) -> None:
+        """Have this rate until something else is seen."""
+        self.rate, self.seen_at = rate, now
+        self._samples.clear()
+
     def _jump(self, rate: float) -> None:
         self.rate = rate
         self._samples = deque([rate], maxlen=STEADY_SAMPLES)
+
+
+@dataclass(slots=True)
+class _Trial:
+    """What an uplink carries for a while, and at how many looks something held its bytes back here."""
+
+    began: float
+    acked_bytes: int
+    looks: int = 0
+    hindered: int = 0
 
 
 class HostRates(Generic[Flow]):
@@ -176,6 +197,7 @@ class HostRates(Generic[Flow]):
         self._used: set[Flow] = set()
         self._backlog: set[Flow] = set()
         self._acked = self._received = 0  # by all flows that ever were
+        self._trial: _Trial | None = None
 
     def look(self, now: float, flows: Mapping[Flow, FlowState], held_back: bool = False) -> set[Flow]:
         """Take a look at all flows; which of them are pressed by their receiver rather than by our uplink.
@@ -196,11 +218,32 @@ class HostRates(Generic[Flow]):
         comparable = same and self._last is not None and now - self._last[0] <= LATE_S
         self.up.look(now, self._acked, up_limits and comparable and self._kept_busy(now, flows, used))
         self.down.look(now, self._received, down_limits and comparable)
+        self._try(now, up_limits or down_limits or held_back)
         free = not up_limits and self._uplink_is_free(now, self._acked)
         waited = self._backlog if free and not held_back else set()
         self._seen, self._used, self._backlog = dict(flows), used or self._used, backlog
         self._last = (now, self._acked)
         return waited & backlog
+
+    def _try(self, now: float, hindered: bool) -> None:
+        """Believe more of an uplink that is used as much as is believed of it and not full.
+
+        Hosts of which the same is believed get the same to carry. So the slowest of them holds the others up,
+        and what those carry never shows that they could carry more.
+        """
+        if self._trial is None or now - self._trial.began > 2 * TRY_S:
+            self._trial = _Trial(now, self._acked)
+        trial = self._trial
+        trial.looks += 1
+        trial.hindered += hindered
+        past = now - trial.began
+        if past < TRY_S:
+            return
+        self._trial = None
+        believed, carried = self.up.rate, (self._acked - trial.acked_bytes) / past
+        if believed is None or trial.hindered > HINDERED * trial.looks or carried < USED_UP * believed:
+            return
+        self.up.believe(now, TRY * believed)
 
     def _queues_here(self, near: set[Flow], backlog: set[Flow], flows: Mapping[Flow, FlowState]) -> bool:
         """Whether packets wait at our own uplink: then those of all flows do, about as long. If those of one

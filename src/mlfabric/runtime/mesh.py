@@ -31,7 +31,8 @@ RESTED_BYTES = NOTSENT_BYTES // 2
 NEARLY_DUE_S = 0.005
 # How fast links are is judged over at least so long.
 GAUGE_S = 0.005
-# The rest shrinks with what is still to come, from so many bytes on.
+# The rest shrinks with the square of what is still to come, from so many bytes on: an operation waits for
+# several turns of several hosts, which counts the more the shorter it is.
 HURRY_BYTES = 4 * 2**20
 
 LinkEnd = Closed | Refused | WireError | OSError
@@ -217,7 +218,7 @@ class Mesh:
         to_come = self.board.bulk_to_come
         if not to_come or not self._fastest or self._readable:
             return 0.0
-        rest_s = min(REST_S * min(1.0, to_come / HURRY_BYTES), RESTED_BYTES / self._fastest)
+        rest_s = min(REST_S * min(1.0, to_come / HURRY_BYTES) ** 2, RESTED_BYTES / self._fastest)
         return rest_s if rest_s >= LEAST_REST_S else 0.0
 
     def resume(self) -> None:

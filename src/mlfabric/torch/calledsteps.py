@@ -78,6 +78,11 @@ class CalledSteps(ABC):
         client.steps = self._hear
         threading.Thread(target=self._run, name=f"mlfabric-steps-{node}", daemon=True).start()
 
+    @property
+    def idle(self) -> bool:
+        """Whether no call is carried out or waits to be."""
+        return self._running is None and self._calls.empty()
+
     def release(self, vector: Vector) -> None:
         """A result's vector is needed no more."""
         self._spare.append(vector)

@@ -127,6 +127,8 @@ class Rolling(SteppedTraining):
             self._wait(lambda: self._has_news() or not self._waits(), until - time.monotonic())
             self._apply_all()
         super().finish()
+        # The others would have to make the rest of the call again without this one.
+        self._wait(lambda: self._steps.idle, until - time.monotonic())
 
     def _waits(self) -> bool:
         return bool(self._steps.waiting.most or self._steps.given.most)
