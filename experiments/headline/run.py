@@ -108,6 +108,19 @@ def oldest_needed(step: Applied) -> int:
     return min(base - 1 if ahead else base for base, ahead, _ in step.parts)
 
 
+def gradient_of(module: Any, data: Fashion, weights: Any, indices: Any) -> Any:
+    """Of a model with these weights, in one array."""
+    load_weights(module, weights)
+    module.zero_grad()
+    loss_of(module, data, indices).backward()
+    return torch.cat([p.grad.reshape(-1) for p in module.parameters()]).numpy()
+
+
+def parse_size(written: str) -> StepSize:
+    lr, momentum = map(float, written.split(","))
+    return StepSize(lr, momentum)
+
+
 class Follower:
     """Training that applies real gradients as a schedule says."""
 
@@ -150,10 +163,7 @@ class Follower:
         return curve
 
     def _gradient(self, weights: Any, indices: Any) -> Any:
-        load_weights(self._module, weights)
-        self._module.zero_grad()
-        loss_of(self._module, self._data, indices).backward()
-        return torch.cat([p.grad.reshape(-1) for p in self._module.parameters()]).numpy()
+        return gradient_of(self._module, self._data, weights, indices)
 
     def _accuracy(self, weights: Any) -> float:
         if not np.isfinite(weights).all():
@@ -192,14 +202,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     data = Fashion(find_data(given.data))
     follower = Follower(data, given.seed, given.look_every, given.batch)
     trials = []
-    for written in given.sizes:
-        lr, momentum = map(float, written.split(","))
-        curve = follower.follow(steps, StepSize(lr, momentum))
+    for size in map(parse_size, given.sizes):
+        curve = follower.follow(steps, size)
         best = max(found for _, found in curve)
         times = {target: at for target in TARGETS if (at := reached(curve, target)) is not None}
         shown = ", ".join(f"{target:.2f} at {at:.0f} s" for target, at in times.items())
-        print(f"  lr {lr:g} momentum {momentum:g}: {shown or 'nothing'}; best {best:.3f}", flush=True)
-        trials.append(Trial(StepSize(lr, momentum), reached(curve, given.target), best, curve[-1][0]))
+        print(
+            f"  lr {size.lr:g} momentum {size.momentum:g}: {shown or 'nothing'}; best {best:.3f}", flush=True
+        )
+        trials.append(Trial(size, reached(curve, given.target), best, curve[-1][0]))
     if given.out is not None:
         chosen = best_of(trials)
         name = given.contender or given.policy
