@@ -6,7 +6,8 @@
     python -m experiments.time_to_accuracy.run --again                    runs that do not count once more
 
 Runs are kept whole in `--out` and not made again: it may be broken off at any time. After every scenario its
-results are written, of all runs that are there: a small JSON file with thinned curves, a table, a plot.
+results are written to `--results`, of all runs that are there: a line of JSON for each, a table, a plot. Runs
+that stand there already are not made again either, so a campaign may go on on another machine of the kind.
 Needs what `mlfabric bench train` needs.
 """
 
@@ -17,16 +18,15 @@ import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from mlfabric.bench.train import report
 from mlfabric.bench.train.campaign import AROUND_S, Wish, carry_out, split_done
 from mlfabric.bench.train.entries import find_entry
-from mlfabric.bench.train.judging import Curve, RunResult, mean_delay
+from mlfabric.bench.train.judging import RunResult
 from mlfabric.bench.train.plots import draw
-from mlfabric.bench.train.running import RESULT, make_run, read_run
+from mlfabric.bench.train.running import RESULT, make_run, read_run, write_record
 from mlfabric.bench.train.settings import DEFAULT_BATCH, DEFAULT_RATE, RunSettings
 from mlfabric.bench.train.task import find_data
 from mlfabric.bench.train.tuning import read_tuned
@@ -34,7 +34,6 @@ from mlfabric.errors import FabricError
 from mlfabric.units import format_time, parse_time
 
 HERE = Path(__file__).parent
-MOST_POINTS = 50  # of a curve that is kept
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,44 +73,38 @@ def load(file: Path) -> Settings:
         raise FabricError(f"{file}: {error}") from None
 
 
-def thin(curve: Curve, most: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """So many points of a curve, evenly, the last among them."""
-    points = [(round(at, 1), round(accuracy, 4)) for at, accuracy in curve]
-    every = max(-(-len(points) // most), 1)
-    return points[::-1][::every][::-1]
+def kept(run: RunResult) -> RunResult:
+    """What is written of a run: no more digits than were measured."""
+    curve = [(round(at, 1), round(accuracy, 4)) for at, accuracy in run.curve]
+    return msgspec.structs.replace(run, curve=curve)
 
 
-def kept(run: RunResult) -> dict[str, Any]:
-    """What is written of a run."""
-    return {
-        "contender": run.settings.contender,
-        "seed": run.settings.seed,
-        "step_size": run.settings.step_size,
-        "seconds": round(run.seconds, 1),
-        "reached": {f"{target:g}": run.reached(target) for target in run.settings.targets},
-        "diverged_s": run.diverged_s,
-        "not_valid": run.complaints(),
-        "updates_per_s": round(run.updates / run.seconds, 3) if run.seconds else 0.0,
-        "mean_delay": round(mean_delay(run.delays), 2),
-        "dropped": run.dropped,
-        "exchange_s": round(run.exchange_s, 4),
-        "overran_share": round(run.overran_share, 4),
-        "cpu_share": round(run.cpu_share, 3),
-        "stolen_share": round(run.stolen_share, 4),
-        "sent_bytes": sum(carried for link, carried in run.link_bytes.items() if link.endswith(".up")),
-        "versions": run.versions,
-        "curve": thin(run.curve),
-    }
+def read_kept(file: Path) -> list[RunResult]:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=list[RunResult]) if file.exists() else []
+    except msgspec.DecodeError as error:
+        raise FabricError(
+            f"{file} does not hold runs ({error}); remove it, or name another --results"
+        ) from None
+
+
+def take_up(wish: Wish, results: Path, root: Path) -> None:
+    """Have the runs whose results were kept, made here or not, as if they had just been made."""
+    wanted = wish.runs()
+    for scenario in wish.scenarios:
+        for run in read_kept(results / f"{scenario}.json"):
+            folder = run.settings.folder(root)
+            if run.settings in wanted and read_run(folder) is None:
+                folder.mkdir(parents=True, exist_ok=True)
+                write_record(folder / RESULT, run)
 
 
 def write_results(runs: Sequence[RunResult], scenario: str, folder: Path) -> None:
-    """What is kept of a scenario's runs: curves and figures, a table, a plot."""
+    """What is kept of a scenario's runs: each of them, a table, a plot."""
     folder.mkdir(parents=True, exist_ok=True)
     made = report.make_report(runs)
-    found = {"settings": runs[0].settings, "runs": [kept(run) for run in runs]}
-    (folder / f"{scenario}.json").write_bytes(
-        msgspec.json.format(msgspec.json.encode(found), indent=0) + b"\n"
-    )
+    lines = b",\n".join(msgspec.json.encode(kept(run)) for run in runs)
+    (folder / f"{scenario}.json").write_bytes(b"[\n" + lines + b"\n]\n")
     (folder / f"{scenario}.md").write_text(report.markdown(made) + "\n")
     draw(runs, folder, names=("accuracy",), dpi=80)
 
@@ -145,6 +138,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         scenario: settings.wish(scenario, given.settings.parent)
         for scenario in (given.only or settings.scenarios)
     }
+    for wish in wishes.values():
+        take_up(wish, given.results, given.out)
     if given.list:
         for scenario, wish in wishes.items():
             done, to_do = split_done(wish.runs(), given.out, read_run)

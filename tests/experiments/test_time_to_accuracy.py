@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import msgspec
@@ -10,9 +9,18 @@ import pytest
 
 pytest.importorskip("torch")
 
-from experiments.time_to_accuracy.run import HERE, Settings, forget_invalid, load, thin, write_results
+from experiments.time_to_accuracy.run import (
+    HERE,
+    Settings,
+    forget_invalid,
+    load,
+    read_kept,
+    take_up,
+    write_results,
+)
 
 from mlfabric import scenario as scenarios
+from mlfabric.bench.train.campaign import split_done
 from mlfabric.bench.train.running import read_run
 from mlfabric.errors import FabricError
 from tests.bench.train.results import rising, some_result, some_settings
@@ -38,15 +46,6 @@ def test_contender_without_a_tuned_step_size_is_refused(tmp_path: Path) -> None:
         settings.wish("calm", tmp_path)
 
 
-def test_curves_are_thinned_to_their_last_point() -> None:
-    curve = [(float(second), second / 1000) for second in range(999)]
-    thinned = thin(curve, 50)
-    assert len(thinned) <= 50
-    assert thinned[-1] == (998.0, 0.998)
-    assert thin(curve[:3], 50) == curve[:3]
-    assert thin([], 50) == []
-
-
 def test_results_are_small_and_tell_what_is_not_valid(tmp_path: Path) -> None:
     runs = [
         some_result(some_settings("mlfabric-async"), rising(10)),
@@ -54,13 +53,30 @@ def test_results_are_small_and_tell_what_is_not_valid(tmp_path: Path) -> None:
         some_result(some_settings("fcfs-1"), rising(1000), diverged_s=3.0),
     ]
     write_results(runs, "calm", tmp_path)
-    text = (tmp_path / "calm.json").read_text()
-    found = json.loads(text)
-    assert [run["reached"]["0.85"] for run in found["runs"]] == [10.0, 40.0, None]
-    assert [bool(run["not_valid"]) for run in found["runs"]] == [False, True, False]
-    assert found["runs"][2]["diverged_s"] == 3.0
+    found = read_kept(tmp_path / "calm.json")
+    assert [run.reached(0.85) for run in found] == [10.0, 40.0, None]
+    assert [bool(run.complaints()) for run in found] == [False, True, False]
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 100_000
     assert "mlfabric-async" in (tmp_path / "calm.md").read_text()
+
+
+def test_runs_whose_results_are_kept_are_not_made_again_elsewhere(tmp_path: Path) -> None:
+    wish = Settings(("calm",), ("gloo", "fcfs-1"), (1,), (0.85,), "1min").wish("calm", tmp_path)
+    kept, missing = wish.runs()
+    other = msgspec.structs.replace(kept, limit_s=7.0)
+    results, runs = tmp_path / "results", tmp_path / "runs"
+    write_results([some_result(run, rising(10)) for run in (kept, other)], "calm", results)
+    take_up(wish, results, runs)
+    done, to_do = split_done(wish.runs(), runs, read_run)
+    assert [run.settings for run in done] == [kept]
+    assert to_do == [missing]
+    take_up(wish, tmp_path / "nowhere", runs)
+
+
+def test_results_that_are_none_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "calm.json").write_text('{"runs": []}')
+    with pytest.raises(FabricError, match=r"calm.json does not hold runs"):
+        read_kept(tmp_path / "calm.json")
 
 
 def test_only_runs_that_do_not_count_are_forgotten(tmp_path: Path) -> None:
