@@ -22,7 +22,7 @@ from mlfabric.bench.train.campaign import RunFailed
 from mlfabric.bench.train.entries import find_entry
 from mlfabric.bench.train.judging import RunResult, reached
 from mlfabric.bench.train.settings import RunSettings, fit
-from mlfabric.bench.train.task import Fashion, accuracy, load_weights, make_model
+from mlfabric.bench.train.task import QUARTERS, Fashion, accuracy, load_weights, make_model
 from mlfabric.bench.train.worker import DIVERGED, StepRecord, WorkerOrder
 from mlfabric.errors import FabricError
 from mlfabric.lab import Lab, RunOptions
@@ -33,7 +33,6 @@ MEASURED: Final = "measured.json"  # there while a run is made and its snapshots
 # While it runs, a look at some of the test images now and then, only to know when it may end: another quarter
 # of them each time, so that the last four looks are of all.
 LOOK_EVERY_S: Final = 5.0
-QUARTERS: Final = 4
 # By so much the mean of four looks is above the target, twice in a row, before a run is ended.
 LOOK_MARGIN: Final = 0.004
 LOOKS_IN_A_ROW: Final = 2

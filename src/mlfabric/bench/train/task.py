@@ -20,6 +20,7 @@ from mlfabric.numerics import Vector
 DEBIAN_FOLDER: Final = Path("/usr/share/datasets/fashion-mnist")
 MEAN, DEVIATION = 0.2860, 0.3530  # of the training images' pixels
 EVALUATE_AT_ONCE: Final = 500
+QUARTERS: Final = 4  # of the test images
 
 
 class Fashion:
@@ -44,7 +45,7 @@ def find_data(given: Path | None) -> Path:
 
 
 class ChannelsLast(torch.nn.Module):  # type: ignore[misc]
-    """The same images in memory pixel by pixel: pooling them takes a third of the time."""
+    """The same images in memory pixel by pixel: a gradient takes a tenth less, by faster pooling."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return images.contiguous(memory_format=torch.channels_last)
@@ -117,7 +118,7 @@ def load_weights(model: Any, weights: Vector) -> None:
 
 def accuracy(model: Any, data: Fashion, quarter: int | None = None) -> float:
     """The share of test images it gets right; of a quarter of them, every fourth: the first are easier."""
-    chosen = slice(None) if quarter is None else slice(quarter, None, 4)
+    chosen = slice(None) if quarter is None else slice(quarter, None, QUARTERS)
     pictures, labels = data.test_images[chosen], data.test_labels[chosen]
     right = 0
     with torch.no_grad():
