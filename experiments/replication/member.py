@@ -91,7 +91,7 @@ class Member:
         )
         pulled = fabric.pull(PATIENCE_S)
         load_weights(self._model, pulled.arrays[ARRAY])
-        clock = StepClock()
+        clock = StepClock(at_the_end=False)
         record = os.open(
             self._folder / f"steps-{self._place.rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND
         )

@@ -6,8 +6,8 @@
     python -m experiments.time_to_accuracy.run --again                    runs that do not count once more
 
 Runs are kept whole in `--out` and not made again: it may be broken off at any time. After every scenario its
-results are written to `--results`, of all runs that are there: a line of JSON for each, a table, a plot. Runs
-that stand there already are not made again either, so a campaign may go on on another machine of the kind.
+results are written to `--results`: a line of JSON for each run, a table, a plot. Runs that stand there
+already stay, and are not made again, so a campaign may go on on another machine of the kind.
 Needs what `mlfabric bench train` needs.
 """
 
@@ -99,6 +99,13 @@ def take_up(wish: Wish, results: Path, root: Path) -> None:
                 write_record(folder / RESULT, run)
 
 
+def beside_kept(runs: Sequence[RunResult], file: Path) -> list[RunResult]:
+    """With those of other contenders and seeds that stand in the file already; contenders keep their order."""
+    by_key = {(run.settings.contender, run.settings.seed): run for run in (*read_kept(file), *runs)}
+    places = {name: place for place, name in enumerate(dict.fromkeys(name for name, _ in by_key))}
+    return [by_key[key] for key in sorted(by_key, key=lambda key: (places[key[0]], key[1]))]
+
+
 def write_results(runs: Sequence[RunResult], scenario: str, folder: Path) -> None:
     """What is kept of a scenario's runs: each of them, a table, a plot."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -157,10 +164,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             forget_invalid(wish, given.out)
         outcome = carry_out(wish, given.out, make, read_run)
         failures += outcome.failures
-        whole = load(given.settings).wish(scenario, given.settings.parent)
-        there, _ = split_done(whole.runs(), given.out, read_run)
+        there, _ = split_done(wish.runs(), given.out, read_run)
         if there:
-            write_results(there, scenario, given.results)
+            write_results(beside_kept(there, given.results / f"{scenario}.json"), scenario, given.results)
     for failure in failures:
         sys.stderr.write(f"{failure}\n")
     if failures:

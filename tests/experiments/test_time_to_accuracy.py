@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 from experiments.time_to_accuracy.run import (
     HERE,
     Settings,
+    beside_kept,
     forget_invalid,
     load,
     read_kept,
@@ -71,6 +72,24 @@ def test_runs_whose_results_are_kept_are_not_made_again_elsewhere(tmp_path: Path
     assert [run.settings for run in done] == [kept]
     assert to_do == [missing]
     take_up(wish, tmp_path / "nowhere", runs)
+
+
+def test_results_of_other_contenders_and_seeds_stay_where_new_ones_are_written(tmp_path: Path) -> None:
+    kept = [some_result(some_settings(name, seed), rising(10)) for name in ("ssp", "gloo") for seed in (1, 2)]
+    write_results(kept, "calm", tmp_path)
+    new = [
+        some_result(some_settings(name, seed), rising(20))
+        for name, seed in (("gloo", 2), ("ssp", 0), ("alone", 1))
+    ]
+    found = beside_kept(new, tmp_path / "calm.json")
+    assert [(run.settings.contender, run.settings.seed, run.reached(0.85)) for run in found] == [
+        ("ssp", 0, 20.0),
+        ("ssp", 1, 10.0),
+        ("ssp", 2, 10.0),
+        ("gloo", 1, 10.0),
+        ("gloo", 2, 20.0),
+        ("alone", 1, 20.0),
+    ]
 
 
 def test_results_that_are_none_are_refused_by_name(tmp_path: Path) -> None:
