@@ -100,7 +100,7 @@ def take_up(wish: Wish, results: Path, root: Path) -> None:
 
 
 def beside_kept(runs: Sequence[RunResult], file: Path) -> list[RunResult]:
-    """With those of other contenders and seeds that stand in the file already; contenders keep their order."""
+    """With those of other contenders and seeds that stand in the file; contenders keep their order."""
     by_key = {(run.settings.contender, run.settings.seed): run for run in (*read_kept(file), *runs)}
     places = {name: place for place, name in enumerate(dict.fromkeys(name for name, _ in by_key))}
     return [by_key[key] for key in sorted(by_key, key=lambda key: (places[key[0]], key[1]))]
