@@ -26,7 +26,7 @@ from mlfabric.bench.train.campaign import AROUND_S, Wish, carry_out, split_done
 from mlfabric.bench.train.entries import find_entry
 from mlfabric.bench.train.judging import RunResult
 from mlfabric.bench.train.plots import draw
-from mlfabric.bench.train.running import RESULT, make_run, read_run, write_record
+from mlfabric.bench.train.running import RESULT, make_run, read_run, runs_abreast, write_record
 from mlfabric.bench.train.settings import DEFAULT_BATCH, DEFAULT_RATE, RunSettings
 from mlfabric.bench.train.task import find_data
 from mlfabric.bench.train.tuning import read_tuned
@@ -34,6 +34,7 @@ from mlfabric.errors import FabricError
 from mlfabric.units import format_time, parse_time
 
 HERE = Path(__file__).parent
+OUT = Path("runs/time_to_accuracy")
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,9 +43,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seeds: tuple[int, ...]
     targets: tuple[float, ...]
     limit: str
+    limits: dict[str, str] = {}  # of contenders that are not followed as long
     rate: str = DEFAULT_RATE
     batch: int = DEFAULT_BATCH
     workers: int = 8
+    compute: float = 1.75  # of a step, in times a transfer of the model takes on the fastest link
     tuned: str | None = None  # a file beside the settings
 
     def wish(self, scenario: str, folder: Path) -> Wish:
@@ -57,13 +60,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             rate=self.rate,
             workers=self.workers,
             batch=self.batch,
+            compute=self.compute,
             targets=tuple(sorted(self.targets)),
             limit_s=parse_time(self.limit),
         )
         sizes = read_tuned(folder / self.tuned) if self.tuned is not None else {}
         if self.tuned is not None and (missing := [name for name in self.contenders if name not in sizes]):
             raise FabricError(f"{self.tuned} has no step size for {', '.join(missing)}")
-        return Wish(self.contenders, (scenario,), self.seeds, common, sizes)
+        limits = {name: parse_time(limit) for name, limit in self.limits.items()}
+        return Wish(self.contenders, (scenario,), self.seeds, common, sizes, limits)
 
 
 def load(file: Path) -> Settings:
@@ -131,12 +136,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--contenders", nargs="+", help="instead of those of the settings")
     parser.add_argument("--seeds", type=int, nargs="+", help="instead of those of the settings")
     parser.add_argument("--again", action="store_true", help="make runs that do not count once more")
+    parser.add_argument("--abreast", type=int, default=1, help="so many runs of others than ours at a time")
     parser.add_argument("--list", action="store_true", help="only say what is left")
-    parser.add_argument("--out", type=Path, default=Path("runs/time_to_accuracy"), help="whole runs")
-    parser.add_argument("--results", type=Path, default=HERE / "results", help="what is kept of them")
+    parser.add_argument(
+        "--out", type=Path, help=f"whole runs; else {OUT}, and there a folder for other settings"
+    )
+    parser.add_argument("--results", type=Path, help="what is kept of them; else results/, likewise")
     parser.add_argument("--data", type=Path)
     given = parser.parse_args(argv)
     settings = load(given.settings)
+    own = "" if given.settings == HERE / "settings.toml" else given.settings.stem
+    out, results = given.out or OUT / own, given.results or HERE / "results" / own
     if given.seeds:
         settings = msgspec.structs.replace(settings, seeds=tuple(given.seeds))
     if given.contenders:
@@ -146,10 +156,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         for scenario in (given.only or settings.scenarios)
     }
     for wish in wishes.values():
-        take_up(wish, given.results, given.out)
+        take_up(wish, results, out)
     if given.list:
         for scenario, wish in wishes.items():
-            done, to_do = split_done(wish.runs(), given.out, read_run)
+            done, to_do = split_done(wish.runs(), out, read_run)
             at_most = sum(run.limit_s + AROUND_S for run in to_do)
             print(f"{scenario}: {len(done)} runs made, {len(to_do)} left, {format_time(at_most)} at most")
         return
@@ -161,12 +171,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     failures = []
     for scenario, wish in wishes.items():
         if given.again:
-            forget_invalid(wish, given.out)
-        outcome = carry_out(wish, given.out, make, read_run)
+            forget_invalid(wish, out)
+        outcome = carry_out(wish, out, make, read_run, abreast=runs_abreast(given.abreast, data))
         failures += outcome.failures
-        there, _ = split_done(wish.runs(), given.out, read_run)
+        there, _ = split_done(wish.runs(), out, read_run)
         if there:
-            write_results(beside_kept(there, given.results / f"{scenario}.json"), scenario, given.results)
+            write_results(beside_kept(there, results / f"{scenario}.json"), scenario, results)
     for failure in failures:
         sys.stderr.write(f"{failure}\n")
     if failures:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from mlfabric.bench.cli import app
 from mlfabric.bench.train import report
-from mlfabric.bench.train.campaign import RunFailed, Wish, carry_out, stop_after
+from mlfabric.bench.train.campaign import Abreast, RunFailed, Wish, carry_out, stop_after
 from mlfabric.bench.train.judging import RunResult
 from mlfabric.bench.train.settings import RunSettings, StepSize
 from mlfabric.errors import FabricError
@@ -44,6 +44,24 @@ class Runs:
         result = some_result(settings, curve, seconds=seconds)
         (folder / "result.json").write_bytes(msgspec.json.encode(result))
         return result
+
+
+class Apart:
+    """A run that costs nothing and is over when it has been asked about as often as it has a seed."""
+
+    def __init__(self, runs: Runs, settings: RunSettings, folder: Path, stop_s: float) -> None:
+        self.settings, self.asked, self.ended = settings, 0, False
+        self._make = lambda: runs.make(settings, folder, stop_s, lambda seconds: None)
+
+    def over(self) -> bool:
+        self.asked += 1
+        return self.asked >= self.settings.seed
+
+    def result(self) -> RunResult:
+        return self._make()
+
+    def end(self) -> None:
+        self.ended = True
 
 
 def read(folder: Path) -> RunResult | None:
@@ -82,6 +100,11 @@ def test_stop_goes_by_the_highest_target_that_ours_reached() -> None:
     assert math.isinf(stop_after(msgspec.structs.replace(settings, contender="gloo-fp16"), [low]))
 
 
+def test_contender_may_have_a_limit_of_its_own() -> None:
+    wish = msgspec.structs.replace(WISH, limits={"gloo": 60.0})
+    assert {run.contender: run.limit_s for run in wish.runs()} == {"gloo": 60.0, "mlfabric-async": 240.0}
+
+
 def test_run_stopped_sooner_than_it_would_be_now_is_made_again(tmp_path: Path) -> None:
     carry_out(WISH, tmp_path, Runs().make, read, quiet=True)
     folder = tmp_path / "calm" / "mlfabric-async" / "seed2"
@@ -89,6 +112,41 @@ def test_run_stopped_sooner_than_it_would_be_now_is_made_again(tmp_path: Path) -
     again = Runs(to=0.5)  # ours is never there this time
     carry_out(WISH, tmp_path, again.make, read, quiet=True)
     assert again.made == [("mlfabric-async", 2), ("gloo", 2)]
+
+
+def test_others_are_run_side_by_side_after_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, begun = Runs(), list[Apart]()
+    at_once: list[list[int]] = []
+
+    def begin(settings: RunSettings, folder: Path, stop_s: float) -> Apart:
+        begun.append(Apart(runs, settings, folder, stop_s))
+        return begun[-1]
+
+    def look(seconds: float) -> None:
+        there = [run.settings.seed for run in begun if ("gloo", run.settings.seed) not in runs.made]
+        at_once.append(there)
+
+    monkeypatch.setattr("time.sleep", look)
+    wish = msgspec.structs.replace(WISH, seeds=(3, 2, 5, 4))
+    outcome = carry_out(wish, tmp_path, runs.make, read, quiet=True, abreast=Abreast(2, begin))
+    assert runs.made[:4] == [("mlfabric-async", seed) for seed in (3, 2, 5, 4)]
+    assert [run.settings.seed for run in begun] == [3, 2, 5, 4]
+    assert at_once == [[3, 2], [5, 4], [5, 4], [5, 4]]
+    assert runs.stops[4:] == [10.0, 15.0, 25.0, 20.0]  # five times what ours took with the same seed
+    assert len(outcome.results) == 8
+    assert all(run.ended for run in begun)
+
+
+def test_runs_side_by_side_are_all_broken_off_together(tmp_path: Path) -> None:
+    runs, begun = Runs(break_off_after=2), list[Apart]()
+
+    def begin(settings: RunSettings, folder: Path, stop_s: float) -> Apart:
+        begun.append(Apart(runs, settings, folder, stop_s))
+        return begun[-1]
+
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(WISH, tmp_path, runs.make, read, quiet=True, abreast=Abreast(2, begin))
+    assert [run.ended for run in begun] == [True, True]
 
 
 def test_failure_of_a_run_is_told_and_the_others_are_made(tmp_path: Path) -> None:
@@ -128,6 +186,8 @@ def test_run_with_other_settings_is_not_taken_for_this_one(tmp_path: Path) -> No
         (["--target", "85"], "between 0 and 1"),
         (["--scenario", "nowhere"], "nowhere"),
         (["--simulate", "--contenders", "gloo-fp16"], "no policy that stands for gloo-fp16"),
+        (["--abreast", "0"], "--abreast is at least 1"),
+        (["--abreast", "2", "--tune"], "goes neither with"),
         (["--data", "/nowhere"], "does not hold Fashion-MNIST"),
     ],
 )

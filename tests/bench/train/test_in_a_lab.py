@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -9,11 +10,14 @@ import pytest
 from typer.testing import CliRunner
 
 from mlfabric.bench.cli import app
-from mlfabric.bench.train.settings import StepSize
+from mlfabric.bench.train.campaign import RunFailed
+from mlfabric.bench.train.settings import RunSettings, StepSize
 from mlfabric.bench.train.tuning import Tuned, write_tuned
 from tests.bench.train.images import write_easy_images
 
 pytest.importorskip("torch")
+
+from mlfabric.bench.train.running import ApartRun
 
 
 @pytest.mark.usefixtures("lab_is_possible")
@@ -55,3 +59,33 @@ def test_contender_that_diverges_is_a_result(contender: str, tmp_path: Path) -> 
     assert 0 < run["diverged_s"] <= run["seconds"] < 100
     assert row["to_target"]["0.85"]["median"] is None
     assert f"{contender}, seed 1: diverged after" in (tmp_path / "out" / "results.md").read_text()
+
+
+@pytest.mark.usefixtures("lab_is_possible")
+def test_runs_side_by_side_are_each_in_a_lab_of_their_own(tmp_path: Path) -> None:
+    write_easy_images(tmp_path / "data")
+    out = tmp_path / "out"
+    arguments = ["train", "--scenario", "calm", "--contenders", "alone,fcfs-1", "--workers", "2"]
+    arguments += ["--limit", "4s", "--rate", "400mbit", "--target", "0.3", "--abreast", "2", "--json"]
+    result = CliRunner().invoke(app, [*arguments, "--data", str(tmp_path / "data"), "--out", str(out)])
+    assert result.exception is None, result.exception
+    runs = {run["settings"]["contender"]: run for run in json.loads(result.stdout)["runs"]}
+    assert runs["alone"]["updates"] > 2
+    assert runs["fcfs-1"]["updates"] > 2
+    assert runs["alone"]["link_bytes"]["w1.up"] < 1e5  # nothing of the other's traffic
+    assert runs["fcfs-1"]["link_bytes"]["w1.up"] > 1e6 * runs["fcfs-1"]["steps_by_rank"][1]
+
+
+@pytest.mark.usefixtures("lab_is_possible")
+def test_failure_of_a_run_apart_is_told_in_its_words(tmp_path: Path) -> None:
+    write_easy_images(tmp_path / "data")
+    settings = RunSettings("torchft-diloco", "calm", 1, StepSize(0.001, 0.9), workers=2, limit_s=4.0)
+    if importlib.util.find_spec("torchft") is not None:
+        pytest.skip("torchft is installed, so it does not fail")
+    run = ApartRun(settings, tmp_path / "out" / "seed1", tmp_path / "data", 4.0)
+    try:
+        run.wait()
+        with pytest.raises(RunFailed, match="w0"):
+            run.result()
+    finally:
+        run.end()

@@ -4,6 +4,10 @@ A run whose folder holds its result is not made again, so a campaign may be brok
 time. Every seed is run by all contenders before the next one, so that early figures are pairs already. Ours
 go first: who is not at the target after five times what the best of ours took is stopped. A run that fails
 does not keep the others from being made.
+
+Contenders that leave most of the processors idle may be run side by side, each in a lab of its own
+(`abreast`). Ours are run before, one at a time. How busy the processors were, by which a run counts, is told
+of the whole machine, so of all runs that shared it.
 """
 
 from __future__ import annotations
@@ -12,8 +16,10 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 from rich.console import Console
@@ -35,6 +41,32 @@ PATIENCE: Final = 5.0
 # Settings, folder, when to stop at the latest, whom to tell how far it is.
 MakeRun = Callable[[RunSettings, Path, float, Callable[[float], None]], RunResult]
 ReadRun = Callable[[Path], RunResult | None]
+POLL_S: Final = 0.5  # how often runs side by side are looked at
+
+
+class RunApart(Protocol):
+    """A run under way in a process of its own."""
+
+    def over(self) -> bool: ...
+
+    def result(self) -> RunResult:
+        """Once it is over; RunFailed where there is none."""
+        ...
+
+    def end(self) -> None:
+        """Break it off, if it is not over; fine to repeat."""
+        ...
+
+
+# Settings, folder, when to stop at the latest.
+BeginRun = Callable[[RunSettings, Path, float], RunApart]
+
+
+class Abreast(msgspec.Struct, frozen=True):
+    """How many of the others' runs are made at a time, and how one is begun."""
+
+    most: int
+    begin: BeginRun
 
 
 class RunFailed(FabricError):  # noqa: N818 - what became of a run
@@ -65,6 +97,7 @@ class Wish(msgspec.Struct, frozen=True):
     seeds: tuple[int, ...]
     common: RunSettings  # of all runs; its contender, scenario, seed and step size count for nothing
     step_sizes: dict[str, StepSize] = {}  # by contender, where tuned
+    limits: dict[str, float] = {}  # seconds, by contender, where it is not the common one
 
     def runs(self) -> list[RunSettings]:
         replace = msgspec.structs.replace
@@ -75,6 +108,7 @@ class Wish(msgspec.Struct, frozen=True):
                 scenario=scenario,
                 seed=seed,
                 step_size=self.step_sizes.get(contender, find_entry(contender).step_size),
+                limit_s=self.limits.get(contender, self.common.limit_s),
             )
             for scenario in self.scenarios
             for seed in self.seeds
@@ -130,25 +164,69 @@ def _stopped_too_soon(result: RunResult, results: Iterable[RunResult]) -> bool:
     return result.seconds < due_s - SLACK_S and result.reached(max(result.settings.targets)) is None
 
 
-def carry_out(wish: Wish, root: Path, make: MakeRun, read: ReadRun, quiet: bool = False) -> Outcome:
+def carry_out(
+    wish: Wish,
+    root: Path,
+    make: MakeRun,
+    read: ReadRun,
+    quiet: bool = False,
+    abreast: Abreast | None = None,
+) -> Outcome:
     """Make the runs that are missing; the results of all that did not fail, in the order of the wish."""
     runs = wish.runs()
     done, to_do = split_done(runs, root, read)
     results = {result.settings: result for result in done}
-    failures = []
+    failures: list[Failure] = []
+    in_turn = sorted(to_do, key=_ours_first(wish))
+    together = [run for run in in_turn if not find_entry(run.contender).ours] if abreast is not None else []
     with _Progress(to_do, quiet) as progress:
-        for settings in sorted(to_do, key=_ours_first(wish)):
-            progress.begin(settings)
+
+        def take(settings: RunSettings, get: Callable[[], RunResult]) -> None:
             try:
-                stop_s = stop_after(settings, results.values())
-                result = make(settings, settings.folder(root), stop_s, progress.at)
+                result = get()
             except RunFailed as error:
                 failures.append(Failure(settings, str(error)))
                 progress.failed(failures[-1])
             else:
                 results[settings] = result
                 progress.end(result)
+
+        for settings in in_turn:
+            if settings not in together:
+                stop_s = stop_after(settings, results.values())
+                progress.begin(settings)
+                take(settings, partial(make, settings, settings.folder(root), stop_s, progress.at))
+        if abreast is not None:
+            stops = {settings: stop_after(settings, results.values()) for settings in together}
+
+            def begin(settings: RunSettings) -> RunApart:
+                progress.begin(settings)
+                return abreast.begin(settings, settings.folder(root), stops[settings])
+
+            _side_by_side(together, begin, abreast.most, take)
     return Outcome([results[settings] for settings in runs if settings in results], failures)
+
+
+def _side_by_side(
+    runs: Sequence[RunSettings],
+    begin: Callable[[RunSettings], RunApart],
+    most: int,
+    take: Callable[[RunSettings, Callable[[], RunResult]], None],
+) -> None:
+    """In their order, so many at a time; whatever breaks this off breaks all of them off."""
+    waiting = list(reversed(runs))
+    under_way: dict[RunSettings, RunApart] = {}
+    with ExitStack() as ending:
+        while waiting or under_way:
+            while waiting and len(under_way) < most:
+                settings = waiting.pop()
+                under_way[settings] = begin(settings)
+                ending.callback(under_way[settings].end)
+            over = [settings for settings, run in under_way.items() if run.over()]
+            for settings in over:
+                take(settings, under_way.pop(settings).result)
+            if not over:
+                time.sleep(POLL_S)
 
 
 def _ours_first(wish: Wish) -> Callable[[RunSettings], tuple[int, int, bool]]:
@@ -185,8 +263,7 @@ class _Progress:
         )
         self._total = sum(run.limit_s + AROUND_S for run in runs)
         self._before = 0.0
-        self._number = 0
-        self._began = time.monotonic()
+        self._begun = self._ended = 0
 
     def __enter__(self) -> _Progress:
         self._bar.__enter__()
@@ -197,11 +274,10 @@ class _Progress:
         self._bar.__exit__(None, None, None)
 
     def begin(self, run: RunSettings) -> None:
-        self._number += 1
-        self._current = run
+        self._begun += 1
         self._bar.update(
             self._task,
-            description=f"{self._number}/{len(self._runs)} {run.scenario} {run.contender} seed {run.seed}",
+            description=f"{self._begun}/{len(self._runs)} {run.scenario} {run.contender} seed {run.seed}",
         )
         self.at(0.0)
 
@@ -211,25 +287,25 @@ class _Progress:
 
     def end(self, result: RunResult) -> None:
         run = result.settings
-        said = []
+        said: list[str] = []
         for target in run.targets:
             at = result.reached(target)
             missed = f"not at {target:g} after {format_time(result.seconds)}"
             said.append(f"{target:g} after {format_time(at)}" if at is not None else missed)
         if result.diverged_s is not None:
             said = [f"diverged after {format_time(result.diverged_s)}"]
-        self._say(f"{', '.join(said)} ({'; '.join(result.complaints()) or 'valid'})")
+        self._say(run, f"{', '.join(said)} ({'; '.join(result.complaints()) or 'valid'})")
 
     def failed(self, failure: Failure) -> None:
-        self._say(f"failed: {failure.why}")
+        self._say(failure.settings, f"failed: {failure.why}")
 
-    def _say(self, what: str) -> None:
-        run = self._current
+    def _say(self, run: RunSettings, what: str) -> None:
+        self._ended += 1
         self._before += run.limit_s + AROUND_S
         self.at(0.0)
         if self._quiet:
             return
         self._console.print(
-            f"{self._number}/{len(self._runs)} {run.scenario} {run.contender} seed {run.seed}: {what}; "
+            f"{self._ended}/{len(self._runs)} {run.scenario} {run.contender} seed {run.seed}: {what}; "
             f"{format_time(max(self._total - self._before, 0.0))} left at most"
         )

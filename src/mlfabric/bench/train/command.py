@@ -51,6 +51,13 @@ def command(
     out: Annotated[
         Path, typer.Option(help="Where runs and results go; runs there are not made again.")
     ] = Path("runs/train"),
+    abreast: Annotated[
+        int,
+        typer.Option(
+            help="So many runs at a time of contenders that are not ours, each in a lab of its own: "
+            "where the processors are mostly idle."
+        ),
+    ] = 1,
     virtual: Annotated[
         bool,
         typer.Option(
@@ -70,12 +77,16 @@ def command(
     wish = _wish(scenario, contenders, seeds, target, limit, rate, compute, workers, batch, quick)
     if virtual and (unknown := [name for name in wish.contenders if not find_entry(name).policy]):
         raise FabricError(f"the simulator has no policy that stands for {', '.join(unknown)}")
+    if abreast < 1:
+        raise FabricError("--abreast is at least 1")
+    if abreast > 1 and (virtual or tune):
+        raise FabricError("--abreast is for runs in a lab, and goes neither with --simulate nor with --tune")
     if tuned is not None:
         wish = msgspec.structs.replace(wish, step_sizes=tuning.read_tuned(tuned))
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))
 
-    from mlfabric.bench.train.running import make_run, read_run
+    from mlfabric.bench.train.running import make_run, read_run, runs_abreast
     from mlfabric.bench.train.task import find_data
     from mlfabric.bench.train.virtual import simulate_run
 
@@ -89,7 +100,7 @@ def command(
     if tune:
         failures = _tune(wish, out, make, read_run, as_json)
     else:
-        outcome = campaign.carry_out(wish, out, make, read_run)
+        outcome = campaign.carry_out(wish, out, make, read_run, abreast=runs_abreast(abreast, found))
         _show(outcome.results, out, as_json)
         failures = outcome.failures
     for failure in failures:

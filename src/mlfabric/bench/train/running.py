@@ -1,4 +1,7 @@
-"""One run: a lab of the scenario, a worker on each host, then the snapshots judged on the test images."""
+"""One run: a lab of the scenario, a worker on each host, then the snapshots judged on the test images.
+
+It is made in this process, or in one of its own (`ApartRun`), so that several may be under way.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import csv
 import math
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import threading
 from collections import Counter, deque
@@ -18,7 +23,7 @@ import msgspec
 import torch
 
 from mlfabric import scenario as scenarios
-from mlfabric.bench.train.campaign import RunFailed
+from mlfabric.bench.train.campaign import Abreast, RunFailed
 from mlfabric.bench.train.entries import find_entry
 from mlfabric.bench.train.judging import RunResult, reached
 from mlfabric.bench.train.settings import RunSettings, fit
@@ -128,23 +133,80 @@ def make_run(
     data_folder: Path,
     stop_s: float = math.inf,
     told: Callable[[float], None] = lambda seconds: None,
+    in_haste: bool = True,
 ) -> RunResult:
     """Run it, and judge its snapshots. The result is written last, so that it is whole.
 
     It is stopped after `stop_s`, if that is before its limit. One that was made and not judged is judged; of
-    one that was broken off nothing is kept.
+    one that was broken off nothing is kept. Not `in_haste`, judging leaves the processors to others.
     """
     data = Fashion(data_folder)
     measured = _read_measured(folder, settings)
     if measured is None:
         measured = _run_in_lab(settings, folder, data_folder, data, stop_s, told)
         write_record(folder / MEASURED, measured)
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads((os.cpu_count() or 1) if in_haste else 1)
+    if not in_haste:
+        os.setpriority(os.PRIO_PROCESS, 0, LOWEST_PRIORITY)
     result = read_result(measured, folder / "run", data)
     write_record(folder / RESULT, result)
     shutil.rmtree(folder / "run" / "snapshots")
     (folder / MEASURED).unlink()
     return result
+
+
+class Order(msgspec.Struct, frozen=True):
+    """A run, for a process of its own."""
+
+    settings: RunSettings
+    folder: str
+    data: str
+    stop_s: float | None
+
+
+class ApartRun:
+    """A run in a process of its own, whose snapshots are judged without haste, as others may be under way."""
+
+    def __init__(self, settings: RunSettings, folder: Path, data_folder: Path, stop_s: float) -> None:
+        order = Order(settings, str(folder), str(data_folder), stop_s if math.isfinite(stop_s) else None)
+        words = [sys.executable, "-m", "mlfabric.bench.train.running", msgspec.json.encode(order).decode()]
+        self._folder, self._said = folder, folder.with_suffix(".stderr")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with self._said.open("w") as said:
+            self._process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=said)
+
+    def over(self) -> bool:
+        return self._process.poll() is not None
+
+    def wait(self) -> None:
+        self._process.wait()
+
+    def result(self) -> RunResult:
+        found = read_run(self._folder) if self._process.returncode == 0 else None
+        if found is None:
+            said = self._said.read_text().strip()
+            raise RunFailed(said.split("\n")[-1] or "its process ended without a word")
+        self._said.unlink()
+        return found
+
+    def end(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+def runs_abreast(most: int, data_folder: Path) -> Abreast | None:
+    """So many at a time, where that is more than one."""
+
+    def begin(settings: RunSettings, folder: Path, stop_s: float) -> ApartRun:
+        return ApartRun(settings, folder, data_folder, stop_s)
+
+    return Abreast(most, begin) if most > 1 else None
+
+
+def make_ordered(order: Order) -> None:
+    """What the process of an `ApartRun` does."""
+    stop_s = math.inf if order.stop_s is None else order.stop_s
+    make_run(order.settings, Path(order.folder), Path(order.data), stop_s, in_haste=False)
 
 
 def _run_in_lab(
@@ -294,3 +356,13 @@ def read_run(folder: Path) -> RunResult | None:
         return msgspec.json.decode((folder / RESULT).read_bytes(), type=RunResult)
     except (OSError, msgspec.DecodeError):
         return None
+
+
+if __name__ == "__main__":
+    # Ended like this, it takes its lab down.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        make_ordered(msgspec.json.decode(sys.argv[1], type=Order))
+    except FabricError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(1)
