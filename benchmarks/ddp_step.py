@@ -49,7 +49,7 @@ def resnet18() -> Any:
     import torch
     from torch import nn
 
-    class Block(nn.Module):
+    class Block(nn.Module):  # type: ignore[misc]
         def __init__(self, into: int, out: int, stride: int) -> None:
             super().__init__()
             self.inner = nn.Sequential(
@@ -152,7 +152,7 @@ def run_rank(wish: argparse.Namespace) -> None:
 
 
 def run_lab(wish: argparse.Namespace) -> dict[str, Any]:
-    from mlfabric.bench.allreduce import LabWish
+    from mlfabric.bench.hosts import LabWish
     from mlfabric.lab import Lab, RunOptions
 
     slow = {int(index): rate for index, _, rate in (one.partition("=") for one in wish.slow)}

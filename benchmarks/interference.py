@@ -47,7 +47,7 @@ import numpy as np
 
 import mlfabric as mf
 from mlfabric.api import ALL_ROLES, join_with
-from mlfabric.bench.allreduce import LabWish
+from mlfabric.bench.hosts import LabWish
 from mlfabric.config import from_environment
 from mlfabric.errors import FabricError
 from mlfabric.lab.manifest import MachineLoad
@@ -344,10 +344,8 @@ def show(hosts: int, rate: str, wish: Wish, result: Result) -> None:
         all_steps = sorted(step for turn in own for step in turn.steps_s)
         low, high = (all_steps[int(part * (len(all_steps) - 1))] for part in (0.1, 0.9))
         moved = wish.operations * wish.elements * 4 / 1e6 / statistics.median(turn.seconds for turn in own)
-        ran, blocked = (
-            statistics.median(value for turn in own for value in values(turn)) * 1e3
-            for values in (lambda turn: turn.ran_s, lambda turn: turn.blocked_s)
-        )
+        ran = statistics.median(value for turn in own for value in turn.ran_s) * 1e3
+        blocked = statistics.median(value for turn in own for value in turn.blocked_s) * 1e3
         shown.add_row(
             f"{name} ({result.chosen})" if name == "default" else name,
             f"{statistics.median(all_steps) * 1e3:.1f}",

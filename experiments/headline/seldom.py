@@ -12,6 +12,7 @@ at one pace.
 from __future__ import annotations
 
 import argparse
+import copy
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
@@ -111,8 +112,7 @@ def in_step(crew: Crew, combine: Any, exchange_s: float, steps: range) -> Course
     for step in steps:
         mean = combine([crew.gradient(rank, step) for rank in range(len(crew))])
         now += max(crew.lasts_s(rank, step) for rank in range(len(crew))) + exchange_s
-        for rank, optimizer in enumerate(crew.optimizers):
-            crew.models[rank] += optimizer.step(mean)
+        crew.have(crew.models[0] + crew.optimizers[0].step(mean))
         yield now, crew.models[0]
 
 
@@ -136,6 +136,7 @@ def post_local(crew: Crew) -> Course:
     for now, model in in_step(crew, lambda found: np.mean(found, axis=0), crew.all_reduce_s, range(WARM_UP)):
         begin_s = now
         yield now, model
+    crew.optimizers = [copy.deepcopy(crew.optimizers[0]) for _ in crew.optimizers]
     for now, model in local_rounds(crew, WARM_UP, _local_steps("gloo-local"), begin_s):
         crew.have(model)
         yield now, model
@@ -276,8 +277,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("contenders", nargs="*", default=list(COURSES))
     parser.add_argument("--seed", type=int, default=FIRST_TUNING_SEED)
-    parser.add_argument("--seconds", type=float, default=150.0)
-    parser.add_argument("--target", type=float, default=0.87)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--target", type=float, default=0.85)
     parser.add_argument("--scenario", default="dynamic-stragglers")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="for `bench train --tuned`")

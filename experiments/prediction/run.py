@@ -131,7 +131,7 @@ def draw(points: list[Point], path: Path) -> None:
                 [point.ratio for point in mine],
                 "o",
                 color=f"C{number}",
-                fillstyle=filled,  # type: ignore[arg-type]
+                fillstyle=filled,
                 label=f"{contender}, {rate}",
             )
     axes.set_xticks(range(len(SCENARIOS)), SCENARIOS)

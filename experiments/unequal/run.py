@@ -147,7 +147,7 @@ def draw(points: list[Point], path: Path) -> None:
                         color=color,
                         fillstyle=filled,
                         label=f"{contender}, {name}",
-                    )  # type: ignore[arg-type]
+                    )
     axes.set_xscale("log", base=2)
     axes.set_xticks(SLOWNESS, [f"1/{by}" if by > 1 else "1" for by in SLOWNESS])
     axes.set_xlabel("rate of the slow host, or of a rack's uplink for each of its hosts")

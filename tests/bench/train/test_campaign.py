@@ -51,14 +51,14 @@ class Apart:
 
     def __init__(self, runs: Runs, settings: RunSettings, folder: Path, stop_s: float) -> None:
         self.settings, self.asked, self.ended = settings, 0, False
-        self._make = lambda: runs.make(settings, folder, stop_s, lambda seconds: None)
+        self._runs, self._folder, self._stop_s = runs, folder, stop_s
 
     def over(self) -> bool:
         self.asked += 1
         return self.asked >= self.settings.seed
 
     def result(self) -> RunResult:
-        return self._make()
+        return self._runs.make(self.settings, self._folder, self._stop_s, lambda seconds: None)
 
     def end(self) -> None:
         self.ended = True
