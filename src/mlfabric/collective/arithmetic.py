@@ -1,6 +1,6 @@
 """How arrays are combined, given as bytes: by NumPy, for its number types and bfloat16.
 
-The PyTorch part registers its own for types NumPy lacks (bfloat16) or is slow at (float16).
+Floats of 16 bits are combined as float32 and rounded once. The PyTorch part registers its own for them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from mlfabric.collective.exchange import Combine
-from mlfabric.collective.halves import combine_bfloat16
+from mlfabric.collective.halves import WAYS, combine_halves
 from mlfabric.errors import FabricError
 
 _UFUNCS: Final[Mapping[str, Callable[..., Any]]] = {
@@ -37,8 +37,8 @@ def combine_for(combine: str, dtype: str, size: int) -> Combine:
     """The function that reduces parts of this type; FabricError if there is none."""
     if dtype in _registered:
         return _registered[dtype](combine, size)
-    if dtype == "bfloat16":
-        return _bfloat16(combine, size)
+    if dtype in WAYS:
+        return _halves(combine, dtype, size)
     try:
         kind = np.dtype(dtype)
     except TypeError:
@@ -48,13 +48,13 @@ def combine_for(combine: str, dtype: str, size: int) -> Combine:
     return numpy_combine(combine, dtype, size)
 
 
-def _bfloat16(combine: str, size: int) -> Combine:
+def _halves(combine: str, dtype: str, size: int) -> Combine:
     ufunc = _UFUNCS.get("sum" if combine == "avg" else combine)
     if ufunc is None or combine in ("band", "bor", "bxor"):
-        raise FabricError(f"{combine} works on whole numbers, not on bfloat16")
+        raise FabricError(f"{combine} works on whole numbers, not on {dtype}")
 
     def run(parts: list[memoryview], own: int, out: memoryview, last: bool) -> None:
-        combine_bfloat16(ufunc, parts, out, size if combine == "avg" and last else 1)
+        combine_halves(dtype, ufunc, parts, out, size if combine == "avg" and last else 1)
 
     return run
 

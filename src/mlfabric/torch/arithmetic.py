@@ -1,4 +1,8 @@
-"""How tensors are combined: by NumPy, or by torch for the types that NumPy lacks or is slow at."""
+"""How tensors are combined: by NumPy, or by torch for the types that NumPy lacks or is slow at.
+
+These are floats of 16 bits: combined as float32 and rounded once, to the same bits as without torch
+(`collective.halves`).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import torch
 from mlfabric.collective.arithmetic import register_combiner
 from mlfabric.collective.exchange import Combine
 from mlfabric.errors import FabricError
+from mlfabric.numerics import Vector
 
 # Below so many elements torch adds on the calling thread alone: the engine must not start a pool of its own.
 _SERIAL_ELEMENTS = 32768
@@ -41,21 +46,18 @@ def _torch_combine(dtype: torch.dtype, combine: str, size: int) -> Combine:
         total = torch.frombuffer(out, dtype=dtype)
         for start in range(0, len(total), _SERIAL_ELEMENTS):
             stop = start + _SERIAL_ELEMENTS
-            piece = total[start:stop]
-            _fold(function, [array[start:stop] for array in arrays], own, piece)
+            wide = arrays[0][start:stop].float()
+            for array in arrays[1:]:
+                function(wide, array[start:stop], out=wide)
             if average and last:
-                torch.div(piece, size, out=piece)
+                wide /= size
+            total[start:stop] = wide
 
     return run
 
 
-def _fold(function: Any, arrays: list[torch.Tensor], own: int, total: torch.Tensor) -> None:
-    """Combine from the left into `total`; what is used up holds the sum so far."""
-    if len(arrays) == 1:
-        total.copy_(arrays[0])
-        return
-    sofar = arrays[0]
-    scratch = arrays[1] if own == 0 else sofar
-    for array in arrays[1:-1]:
-        sofar = function(sofar, array, out=scratch)
-    function(sofar, arrays[-1], out=total)
+def convert(source: Vector, into: Vector) -> None:
+    """Copy numbers of one type into an array of another; NumPy is far slower at making float16."""
+    numbers, place = torch.from_numpy(source), torch.from_numpy(into)
+    for start in range(0, len(place), _SERIAL_ELEMENTS):
+        place[start : start + _SERIAL_ELEMENTS] = numbers[start : start + _SERIAL_ELEMENTS]

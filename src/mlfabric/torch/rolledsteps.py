@@ -19,6 +19,7 @@ from mlfabric.events import StepCarriedOut
 from mlfabric.groupcalls import OperationCall
 from mlfabric.messages import StepCalled
 from mlfabric.numerics import Vector
+from mlfabric.torch.arithmetic import convert
 from mlfabric.torch.calledsteps import CalledSteps, StepResult
 
 # Parts of a model, at most; smaller than this none is cut: it would be all overhead.
@@ -207,7 +208,7 @@ class RolledSteps(CalledSteps):
             if spare
             else (self._client.empty(elements, self._dtype), self._client.empty(self._behind, np.float32))
         )
-        np.copyto(narrow, whole[:elements], casting="same_kind")
+        convert(whole[:elements], narrow)
         np.copyto(rest, whole[elements:])
         return narrow, rest
 
@@ -216,8 +217,10 @@ class RolledSteps(CalledSteps):
             operation.answer.result()
         mean = self._used(under_way.vector, under_way.step)
         if under_way.narrow is not None:
-            np.concatenate(under_way.narrow, out=mean)
-            self._narrow[len(under_way.narrow[0])].append(under_way.narrow)
+            narrow, rest = under_way.narrow
+            convert(narrow, mean[: len(narrow)])
+            np.copyto(mean[len(narrow) :], rest)
+            self._narrow[len(narrow)].append(under_way.narrow)
         result = StepResult(under_way.step, under_way.vector, state)
         result.gradients = round(float(mean[-1]))
         if result.gradients:
