@@ -14,6 +14,7 @@ Needs what `mlfabric bench train` needs.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
@@ -144,6 +145,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, help="what is kept of them; else results/, likewise")
     parser.add_argument("--data", type=Path)
     given = parser.parse_args(argv)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))  # so that runs under way are ended, and their labs
     settings = load(given.settings)
     own = "" if given.settings == HERE / "settings.toml" else given.settings.stem
     out, results = given.out or OUT / own, given.results or HERE / "results" / own
