@@ -54,6 +54,25 @@ def test_workers_at_the_same_step_hold_the_same_bits_while_one_straggles_and_one
     assert judged(party.models[0], judge) < 0.8 * judged(make_model(0), judge)
 
 
+@pytest.mark.parametrize("codec", ["float32", "float16"])
+def test_what_a_schedule_changes_is_what_steps_are_made_by(codec: str, parts: int) -> None:
+    party = Party(2, mode="rolling", optimizer=ADAM)
+
+    def stop_moving(rank: int, training: Training) -> None:
+        if training.steps == 20:
+            training.optimizer.param_groups[0]["lr"] = 0.0
+
+    party.watch = stop_moving
+    try:
+        party.run([{"codec": codec, "steps": 150}] * 2)
+    finally:
+        party.close()
+    for seen in party.seen:
+        models = list(seen.values())
+        assert len(set(models[:10])) > 5
+        assert len(set(models[-20:])) == 1
+
+
 def test_every_gradient_is_in_exactly_one_step(parts: int) -> None:
     """By plain SGD without momentum the sum of all that was applied is what the model has moved by."""
     party = Party(3, mode="rolling", optimizer=("SGD", {"lr": 0.125}))
@@ -125,7 +144,7 @@ def test_a_worker_whose_join_is_broken_off_joins_again(parts: int, monkeypatch: 
     workers: dict[str, RolledSteps] = {}
     end, move = RolledSteps._end, RolledSteps._move
 
-    def lose(self: RolledSteps, under_way: Any, call: Any, state: Any = None) -> None:
+    def lose(self: RolledSteps, under_way: Any, call: Any, settings: Any, state: Any = None) -> None:
         workers[self._node] = self
         if self._node == "w1" and under_way.step >= 3 * parts and not trouble:
             until = time.monotonic() + 10
@@ -134,7 +153,7 @@ def test_a_worker_whose_join_is_broken_off_joins_again(parts: int, monkeypatch: 
                 time.sleep(0.001)
             trouble.append("lost")
             raise FabricError("a sum was lost")
-        end(self, under_way, call, state)
+        end(self, under_way, call, settings, state)
 
     def cut(self: RolledSteps, call: Any, state: Any) -> Any:
         if trouble == ["lost"] and call.joiners == ("w1",) and self._node in call.feeders:

@@ -3,6 +3,10 @@
 Step n is of part n modulo the number of parts. A call has one of each, or a few; the next is begun while the
 one before it is still on its way, so that links have no pause between them, and each takes the sums as they
 are when it begins.
+
+The optimizer's settings travel behind every sum, so that a step is by those of its gradients. Sums by a codec
+have no room for them: there they are summed once a call, and its steps are by the mean of what workers have
+when it begins.
 """
 
 from __future__ import annotations
@@ -107,8 +111,22 @@ class Gathered:
 class _UnderWay:
     step: int
     vector: Vector
-    narrow: tuple[Vector, Vector] | None  # what is summed instead: its gradient by the codec, and the rest
+    narrow: Vector | None  # what is summed instead: its gradient by the codec, and how many there are
     summing: list[OperationCall]
+
+
+@dataclass(slots=True)
+class _Settings:
+    """Of all workers of a call, on their way; behind them, of how many."""
+
+    vector: Vector
+    summing: list[OperationCall]
+
+    def mean(self) -> Vector:
+        for operation in self.summing:
+            operation.answer.result()
+        found: Vector = self.vector[:-1] / self.vector[-1]
+        return found
 
 
 class RolledSteps(CalledSteps):
@@ -119,7 +137,7 @@ class RolledSteps(CalledSteps):
         node: str,
         client: Client,
         parts: Sequence[slice],
-        settings: int,
+        settings: Sequence[float],
         state_elements: int,
         values: Callable[[Vector], None],
         state: Callable[[Vector], None],
@@ -127,16 +145,16 @@ class RolledSteps(CalledSteps):
         codec: str,
         keeps: bool,
     ) -> None:
-        """`settings` numbers are summed with every part. `keeps`: results say what this worker gave."""
-        self._parts, self._behind = parts, settings + 1
-        self.waiting, self.given = Gathered(parts, settings), Gathered(parts, settings)
+        """`settings` are summed with every part. `keeps`: results say what this worker gave."""
+        self._parts, self._behind = parts, len(settings) + 1
+        self.settings = settings  # as they are now; `changed` is held by who changes them
+        self.waiting, self.given = Gathered(parts, len(settings)), Gathered(parts, len(settings))
         self.joining = False  # the model that comes is not the one that gradients here are of
         self._next = 0  # the first step that has taken nothing here
         self._dropped = 0  # gradients that were dropped since the last step
         self._max_delay, self._keeps = max_delay, keeps
-        # A gradient travels by the codec, what else is summed as it is.
         self._dtype = None if codec == "float32" else np.dtype(codec)
-        self._narrow: dict[int, list[tuple[Vector, Vector]]] = {}  # free ones, by length
+        self._narrow: dict[int, list[Vector]] = {}  # free ones, by length
         largest = max(part.stop - part.start for part in parts)
         super().__init__(node, client, largest + self._behind, state_elements, values, state)
 
@@ -156,19 +174,32 @@ class RolledSteps(CalledSteps):
                     self._drop(number)
         state = self._state_of(call)
         moving = self._move(call, state) if state is not None else []
+        settings = self._sum_settings(call)
         under_way: deque[_UnderWay] = deque()
         for step in range(call.step, call.step + call.count):
             if len(under_way) == AT_ONCE:
-                self._end(under_way.popleft(), call)
+                self._end(under_way.popleft(), call, settings)
             under_way.append(self._begin(step, call))
             if joins and step == call.step:
                 for operation in moving:
                     operation.answer.result()
-                self._end(under_way.popleft(), call, state)
+                self._end(under_way.popleft(), call, settings, state)
         while under_way:
-            self._end(under_way.popleft(), call)
+            self._end(under_way.popleft(), call, settings)
         for operation in moving:
             operation.answer.exception()  # joiners tell themselves if they lack something
+
+    def _sum_settings(self, call: StepCalled) -> _Settings | None:
+        """Begin to sum the settings of all who were called, where they do not travel with every part."""
+        if not self._by_codec(call) or not self.settings:
+            return None
+        vector = self._client.empty(self._behind, np.float32)
+        with self.changed:
+            vector[:] = [*self.settings, 1]
+        return _Settings(vector, self._sum(call, [vector]))
+
+    def _by_codec(self, call: StepCalled) -> bool:
+        return self._dtype is not None and len(call.nodes) > 1
 
     def _vector(self, call: StepCalled) -> Vector:
         if call.step < 0:  # all parts at once
@@ -192,35 +223,38 @@ class RolledSteps(CalledSteps):
                 self.given.read(number, whole)
             else:
                 whole.fill(0)
-        narrow = self._narrowed(whole) if self._dtype is not None and len(call.nodes) > 1 else None
-        return _UnderWay(step, vector, narrow, self._sum(call, narrow or [whole]))
+        narrow = self._narrowed(whole) if self._by_codec(call) else None
+        return _UnderWay(step, vector, narrow, self._sum(call, [whole if narrow is None else narrow]))
 
     def _used(self, vector: Vector, step: int) -> Vector:
         """Of a vector that has room for the largest part, what is used for this step's."""
         part = self._parts[step % len(self._parts)]
         return vector[: part.stop - part.start + self._behind]
 
-    def _narrowed(self, whole: Vector) -> tuple[Vector, Vector]:
+    def _narrowed(self, whole: Vector) -> Vector:
         elements = len(whole) - self._behind
-        spare = self._narrow.setdefault(elements, [])
-        narrow, rest = (
-            spare.pop()
-            if spare
-            else (self._client.empty(elements, self._dtype), self._client.empty(self._behind, np.float32))
-        )
-        convert(whole[:elements], narrow)
-        np.copyto(rest, whole[elements:])
-        return narrow, rest
+        spare = self._narrow.setdefault(elements + 1, [])
+        narrow = spare.pop() if spare else self._client.empty(elements + 1, self._dtype)
+        convert(whole[:elements], narrow[:-1])
+        narrow[-1] = whole[-1]
+        return narrow
 
-    def _end(self, under_way: _UnderWay, call: StepCalled, state: Vector | None = None) -> None:
+    def _widened(self, narrow: Vector, settings: _Settings | None, mean: Vector) -> None:
+        elements = len(mean) - self._behind
+        convert(narrow[:-1], mean[:elements])
+        mean[-1] = narrow[-1]
+        if settings is not None:
+            mean[elements:-1] = settings.mean() * mean[-1]
+        self._narrow[elements + 1].append(narrow)
+
+    def _end(
+        self, under_way: _UnderWay, call: StepCalled, settings: _Settings | None, state: Vector | None = None
+    ) -> None:
         for operation in under_way.summing:
             operation.answer.result()
         mean = self._used(under_way.vector, under_way.step)
         if under_way.narrow is not None:
-            narrow, rest = under_way.narrow
-            convert(narrow, mean[: len(narrow)])
-            np.copyto(mean[len(narrow) :], rest)
-            self._narrow[len(narrow)].append(under_way.narrow)
+            self._widened(under_way.narrow, settings, mean)
         result = StepResult(under_way.step, under_way.vector, state)
         result.gradients = round(float(mean[-1]))
         if result.gradients:

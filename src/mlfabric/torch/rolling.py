@@ -61,7 +61,7 @@ class Rolling(SteppedTraining):
             self._fabric.name,
             self._client,
             self._parts,
-            self._settings if wishes.local_steps is None else 0,
+            optimizer_settings(self._optimizer) if wishes.local_steps is None else (),
             self._state_elements,
             self._values,
             self._state,
@@ -81,7 +81,8 @@ class Rolling(SteppedTraining):
                 old = steps.joining or steps.delay_of(self._base) > self._max_delay
                 if not old:
                     given = Gradient(self._base, len(self._parts))
-                    steps.waiting.add(gradient, optimizer_settings(self._optimizer), given)
+                    steps.settings = optimizer_settings(self._optimizer)
+                    steps.waiting.add(gradient, steps.settings, given)
             if old:
                 self._settled(None)
         self._compute()
