@@ -25,8 +25,8 @@ import torch
 from mlfabric import scenario as scenarios
 from mlfabric.bench.train.campaign import Abreast, RunFailed
 from mlfabric.bench.train.entries import find_entry
-from mlfabric.bench.train.judging import RunResult, reached
-from mlfabric.bench.train.settings import RunSettings, fit
+from mlfabric.bench.train.judging import RunResult
+from mlfabric.bench.train.settings import REACHED_IN_A_ROW, RunSettings, fit
 from mlfabric.bench.train.task import QUARTERS, Fashion, accuracy, load_weights, make_model
 from mlfabric.bench.train.worker import DIVERGED, StepRecord, WorkerOrder
 from mlfabric.errors import FabricError
@@ -316,19 +316,41 @@ def judge_where_it_counts(
     targets: Sequence[float],
     judge: Callable[[Path, int | None], float],
 ) -> list[tuple[float, float]]:
-    """By all images where a target may be reached first, by a quarter of them everywhere else.
+    """Every third of them by a quarter of the images, all images where a target may be reached first.
 
-    What was reached when is the same as if all were judged by all images, but for an accident of one in a
-    thousand; a long run would take as long again to judge.
+    Three in a row are at a target if none of them is below it; the last one is judged first, as one that is
+    below rules out all that it is among. What was reached when is the same as if all were judged by all
+    images, but for an accident of one in a thousand; a long run would take as long again to judge.
     """
-    curve: list[tuple[float, float]] = []
-    for at_s, path in snapshots:
-        found = judge(path, 0)
-        next_target = min((each for each in targets if reached(curve, each) is None), default=None)
-        if next_target is not None and found >= next_target - SURELY_BELOW:
-            found = judge(path, None)
-        curve.append((at_s, found))
-    return curve
+    found: dict[int, float] = {}
+    by_all: set[int] = set()
+
+    def below(index: int, target: float) -> bool:
+        if index not in found:
+            found[index] = judge(snapshots[index][1], 0)
+        return found[index] < target - (0.0 if index in by_all else SURELY_BELOW)
+
+    def really_below(index: int, target: float) -> bool:
+        if index not in by_all:
+            by_all.add(index)
+            found[index] = judge(snapshots[index][1], None)
+        return found[index] < target
+
+    def last_below(target: float) -> int | None:
+        in_a_row = range(start + REACHED_IN_A_ROW - 1, start - 1, -1)
+        for is_below in (below, really_below):
+            for index in in_a_row:
+                if is_below(index, target):
+                    return index
+        return None
+
+    start = 0
+    for target in sorted(targets):
+        while start + REACHED_IN_A_ROW <= len(snapshots) and (missed := last_below(target)) is not None:
+            start = missed + 1
+    for index in range(0, len(snapshots), REACHED_IN_A_ROW):
+        below(index, 0.0)  # for the picture
+    return [(snapshots[index][0], found[index]) for index in sorted(found)]
 
 
 def read_snapshot(path: Path) -> Any:
