@@ -213,9 +213,13 @@ def _side_by_side(
     most: int,
     take: Callable[[RunSettings, Callable[[], RunResult]], None],
 ) -> None:
-    """In their order, so many at a time; whatever breaks this off breaks all of them off."""
+    """In their order, so many at a time; whatever breaks this off breaks all of them off.
+
+    Results are asked for when all are over: to judge a run while others are under way would load them.
+    """
     waiting = list(reversed(runs))
     under_way: dict[RunSettings, RunApart] = {}
+    made: dict[RunSettings, RunApart] = {}
     with ExitStack() as ending:
         while waiting or under_way:
             while waiting and len(under_way) < most:
@@ -223,10 +227,11 @@ def _side_by_side(
                 under_way[settings] = begin(settings)
                 ending.callback(under_way[settings].end)
             over = [settings for settings, run in under_way.items() if run.over()]
-            for settings in over:
-                take(settings, under_way.pop(settings).result)
+            made.update((settings, under_way.pop(settings)) for settings in over)
             if not over:
                 time.sleep(POLL_S)
+        for settings, run in made.items():
+            take(settings, run.result)
 
 
 def _ours_first(wish: Wish) -> Callable[[RunSettings], tuple[int, int, bool]]:

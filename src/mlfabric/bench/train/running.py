@@ -15,6 +15,7 @@ import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
@@ -36,8 +37,10 @@ from mlfabric.lab.manifest import MachineLoad, versions
 RESULT: Final = "result.json"
 MEASURED: Final = "measured.json"  # there while a run is made and its snapshots are not judged
 # While it runs, a look at some of the test images now and then, only to know when it may end: another quarter
-# of them each time, so that the last four looks are of all.
+# of them each time, so that the last four looks are of all. Where the target is far the next look is later,
+# by as much again for each so much that is missing.
 LOOK_EVERY_S: Final = 5.0
+FAR: Final = 0.02
 # By so much the mean of four looks is above the target, twice in a row, before a run is ended.
 LOOK_MARGIN: Final = 0.004
 LOOKS_IN_A_ROW: Final = 2
@@ -77,7 +80,7 @@ class Watch:
         self._folder, self._snapshots = folder, folder / "snapshots"
         self._until_s = min(settings.limit_s, stop_s)
         self._model = make_model(settings.seed)
-        self._next_s = LOOK_EVERY_S
+        self._next_s = self._pause_s = LOOK_EVERY_S
         self._seen = ""
         self._looks: deque[float] = deque(maxlen=QUARTERS)
         self._next_quarter = 0
@@ -95,7 +98,7 @@ class Watch:
             self._load = MachineLoad()
         self.seconds = seconds
         if seconds >= self._next_s:
-            self._next_s += LOOK_EVERY_S
+            self._next_s = seconds + self._pause_s
             self._told(seconds)
             if self._looking is None or not self._looking.is_alive():
                 self._looking = threading.Thread(target=self._look_without_haste, daemon=True)
@@ -123,6 +126,8 @@ class Watch:
         load_weights(self._model, read_snapshot(newest))
         self._looks.append(accuracy(self._model, self._data, self._next_quarter))
         self._next_quarter = (self._next_quarter + 1) % QUARTERS
+        missing = max(self._settings.targets) - self._looks[-1]
+        self._pause_s = LOOK_EVERY_S * (1 + max(missing, 0.0) / FAR)
         good = fmean(self._looks) >= max(self._settings.targets) + LOOK_MARGIN
         self._in_a_row = self._in_a_row + 1 if good and len(self._looks) == QUARTERS else 0
 
@@ -133,26 +138,31 @@ def make_run(
     data_folder: Path,
     stop_s: float = math.inf,
     told: Callable[[float], None] = lambda seconds: None,
-    in_haste: bool = True,
 ) -> RunResult:
     """Run it, and judge its snapshots. The result is written last, so that it is whole.
 
     It is stopped after `stop_s`, if that is before its limit. One that was made and not judged is judged; of
-    one that was broken off nothing is kept. Not `in_haste`, judging leaves the processors to others.
+    one that was broken off nothing is kept.
     """
-    data = Fashion(data_folder)
-    measured = _read_measured(folder, settings)
-    if measured is None:
-        measured = _run_in_lab(settings, folder, data_folder, data, stop_s, told)
-        write_record(folder / MEASURED, measured)
-    torch.set_num_threads((os.cpu_count() or 1) if in_haste else 1)
-    if not in_haste:
-        os.setpriority(os.PRIO_PROCESS, 0, LOWEST_PRIORITY)
-    result = read_result(measured, folder / "run", data)
+    measured = _read_measured(folder, settings) or _measure(settings, folder, data_folder, stop_s, told)
+    torch.set_num_threads(os.cpu_count() or 1)
+    result = read_result(measured, folder / "run", Fashion(data_folder))
     write_record(folder / RESULT, result)
     shutil.rmtree(folder / "run" / "snapshots")
     (folder / MEASURED).unlink()
     return result
+
+
+def _measure(
+    settings: RunSettings,
+    folder: Path,
+    data_folder: Path,
+    stop_s: float,
+    told: Callable[[float], None] = lambda seconds: None,
+) -> Measured:
+    measured = _run_in_lab(settings, folder, data_folder, Fashion(data_folder), stop_s, told)
+    write_record(folder / MEASURED, measured)
+    return measured
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -165,12 +175,13 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class ApartRun:
-    """A run in a process of its own, whose snapshots are judged without haste, as others may be under way."""
+    """A run in a process of its own. Its snapshots are judged when its result is asked for."""
 
     def __init__(self, settings: RunSettings, folder: Path, data_folder: Path, stop_s: float) -> None:
         order = Order(settings, str(folder), str(data_folder), stop_s if math.isfinite(stop_s) else None)
         words = [sys.executable, "-m", "mlfabric.bench.train.running", msgspec.json.encode(order).decode()]
-        self._folder, self._said = folder, folder.with_suffix(".stderr")
+        self._judge = partial(make_run, settings, folder, data_folder)
+        self._said = folder.with_suffix(".stderr")
         folder.parent.mkdir(parents=True, exist_ok=True)
         with self._said.open("w") as said:
             self._process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=said)
@@ -178,16 +189,12 @@ class ApartRun:
     def over(self) -> bool:
         return self._process.poll() is not None
 
-    def wait(self) -> None:
-        self._process.wait()
-
     def result(self) -> RunResult:
-        found = read_run(self._folder) if self._process.returncode == 0 else None
-        if found is None:
+        if self._process.wait() != 0:
             said = self._said.read_text().strip()
             raise RunFailed(said.split("\n")[-1] or "its process ended without a word")
         self._said.unlink()
-        return found
+        return self._judge()
 
     def end(self) -> None:
         self._process.terminate()
@@ -203,10 +210,10 @@ def runs_abreast(most: int, data_folder: Path) -> Abreast | None:
     return Abreast(most, begin) if most > 1 else None
 
 
-def make_ordered(order: Order) -> None:
+def measure_ordered(order: Order) -> None:
     """What the process of an `ApartRun` does."""
     stop_s = math.inf if order.stop_s is None else order.stop_s
-    make_run(order.settings, Path(order.folder), Path(order.data), stop_s, in_haste=False)
+    _measure(order.settings, Path(order.folder), Path(order.data), stop_s)
 
 
 def _run_in_lab(
@@ -384,7 +391,7 @@ if __name__ == "__main__":
     # Ended like this, it takes its lab down.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
-        make_ordered(msgspec.json.decode(sys.argv[1], type=Order))
+        measure_ordered(msgspec.json.decode(sys.argv[1], type=Order))
     except FabricError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(1)
