@@ -17,6 +17,7 @@ from mlfabric.errors import FabricError
 
 # Steps by all-reduce before local ones begin: PowerSGD and post-local SGD both want a few.
 WARM_UP = 10
+ONE_BUCKET_MB = 25
 
 
 class Ddp(Exchange):
@@ -27,7 +28,11 @@ class Ddp(Exchange):
     def __init__(self, model: Any, size: StepSize, options: Mapping[str, Any]) -> None:
         dist.init_process_group(str(options.get("backend", "gloo")))
         self._first = next(model.parameters())
-        self.module = DistributedDataParallel(model)
+        # PowerSGD's hook begins its second and third exchange of a bucket on Gloo's threads: with two buckets
+        # ranks may begin them in different orders, which ends the program. A size that is named holds for all
+        # buckets, the first among them, so that there is one.
+        buckets = {"bucket_cap_mb": ONE_BUCKET_MB} if options.get("hook") == "powersgd" else {}
+        self.module = DistributedDataParallel(model, **buckets)
         self._optimizer = make_optimizer(model.parameters(), size)
         self._local_steps = int(options.get("local_steps", 0))
         self._accumulated = int(options.get("accumulated", 1))  # gradients of one exchange
