@@ -144,7 +144,7 @@ def make_run(
     It is stopped after `stop_s`, if that is before its limit. One that was made and not judged is judged; of
     one that was broken off nothing is kept.
     """
-    measured = _read_measured(folder, settings) or _measure(settings, folder, data_folder, stop_s, told)
+    measured = _measure(settings, folder, data_folder, stop_s, told)
     torch.set_num_threads(os.cpu_count() or 1)
     result = read_result(measured, folder / "run", Fashion(data_folder))
     write_record(folder / RESULT, result)
@@ -160,8 +160,11 @@ def _measure(
     stop_s: float,
     told: Callable[[float], None] = lambda seconds: None,
 ) -> Measured:
-    measured = _run_in_lab(settings, folder, data_folder, Fashion(data_folder), stop_s, told)
-    write_record(folder / MEASURED, measured)
+    """What was measured, if it was before."""
+    measured = _read_measured(folder, settings)
+    if measured is None:
+        measured = _run_in_lab(settings, folder, data_folder, Fashion(data_folder), stop_s, told)
+        write_record(folder / MEASURED, measured)
     return measured
 
 
