@@ -1,6 +1,6 @@
 """Step sizes of contenders that send less: real training in virtual time, an exchange only takes its time.
 
-    python -m experiments.headline.seldom gloo-powersgd gloo-local torchft-diloco mlfabric-rolling-local
+    python -m experiments.headline.seldom gloo-powersgd gloo-local --out tuned.json
 
 The same search for each as `experiments.headline.tune` makes for those the simulator has a schedule of: five
 step sizes by two momenta, moved while the best is on the edge, on a seed of tuning. Workers compute as long
@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 import torch
 
+from experiments.headline.parts import BETWEEN_S, LOOK_EVERY_S
 from experiments.headline.run import gradient_of
 from mlfabric import scenario as scenarios
 from mlfabric.bench.train.adam import ArrayAdam
@@ -48,13 +49,10 @@ from mlfabric.bench.train.tuning import (
     summarise_trials,
     write_tuned,
 )
-from mlfabric.errors import FabricError
 from mlfabric.numerics import Vector
 from mlfabric.steptimes import step_factor
 from mlfabric.torch.rolledsteps import AT_ONCE, cut_parts
 
-LOOK_EVERY_S: Final = 2.0
-BETWEEN_S: Final = 0.008  # from one gradient to the next, seen in the lab
 ROUND_S: Final = 0.9  # from average to average of the whole model, where they roll on; seen in the lab
 SMALL_EXCHANGE_S: Final = 0.03  # two all-reduces of some tens of kilobytes
 HOPELESS_AFTER_S, HOPELESS_BELOW = 30.0, 0.3
@@ -64,27 +62,26 @@ class Crew:
     """Eight workers with models and optimizers of their own, and how long each of their steps takes."""
 
     def __init__(self, settings: RunSettings, data: Fashion) -> None:
-        self.scenario = fit(scenarios.load(scenarios.find(settings.scenario)), settings)
-        self._job = self.scenario.jobs[0]
-        self._hosts = self.scenario.places(self._job).workers
+        self._scenario = fit(scenarios.load(scenarios.find(settings.scenario)), settings)
+        self._job = self._scenario.jobs[0]
+        self._hosts = self._scenario.places(self._job).workers
         self._data, self._module = data, make_model(settings.seed)
         self.first = flat_weights(self._module).copy()
         self.shapes = [tuple(parameter.shape) for parameter in self._module.parameters()]
-        self.size = settings.step_size
         self.models = [self.first.copy() for _ in self._hosts]
-        self.optimizers = [ArrayAdam(self.size, len(self.first)) for _ in self._hosts]
+        self.optimizers = [ArrayAdam(settings.step_size, len(self.first)) for _ in self._hosts]
         images = len(data.labels)
         self._batches = [
             Batches(settings.seed, rank, images, settings.batch) for rank in range(len(self._hosts))
         ]
-        self.all_reduce_s = len(self._hosts) / ceilings(self.scenario, settings.limit_s).ring_per_s
+        self.all_reduce_s = len(self._hosts) / ceilings(self._scenario, settings.limit_s).ring_per_s
 
     def __len__(self) -> int:
         return len(self._hosts)
 
     def lasts_s(self, rank: int, step: int) -> float:
-        factor = step_factor(self.scenario, self._job, self._hosts[rank], step)
-        return self.scenario.compute_s(self._job) * factor + BETWEEN_S
+        factor = step_factor(self._scenario, self._job, self._hosts[rank], step)
+        return self._scenario.compute_s(self._job) * factor + BETWEEN_S
 
     def gradient(self, rank: int, step: int) -> Vector:
         indices = self._batches[rank].indices(step)
@@ -198,10 +195,8 @@ def rolling_local(crew: Crew) -> Course:
     every, common = ROUND_S / len(parts), crew.first.copy()
     under_way: dict[int, list[Vector]] = {}  # what each gave, by part
     queue = [(crew.lasts_s(rank, 0), rank, 0) for rank in range(len(crew))]
-    beginnings = [(number * every, len(crew), number) for number in range(1, AT_ONCE + 1)]
-    queue += beginnings
+    queue += [(number * every, len(crew), number) for number in range(1, AT_ONCE + 1)]
     heapq.heapify(queue)
-    last = 0
     while True:
         now, who, number = heapq.heappop(queue)
         if who < len(crew):
@@ -284,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="for `bench train --tuned`")
     given = parser.parse_args(argv)
     if unknown := [name for name in given.contenders if name not in COURSES]:
-        raise FabricError(f"no course for {', '.join(unknown)}; there is one for {', '.join(COURSES)}")
+        parser.error(f"no course for {', '.join(unknown)}; there is one for {', '.join(COURSES)}")
     torch.set_num_threads(1)
     data, found = Fashion(find_data(given.data)), list[Tuned]()
     for contender in given.contenders:
