@@ -45,6 +45,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     targets: tuple[float, ...]
     limit: str
     limits: dict[str, str] = {}  # of contenders that are not followed as long
+    few_seeds: tuple[int, ...] = ()  # theirs, unless seeds are named by hand; else all
     rate: str = DEFAULT_RATE
     batch: int = DEFAULT_BATCH
     workers: int = 8
@@ -69,7 +70,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.tuned is not None and (missing := [name for name in self.contenders if name not in sizes]):
             raise FabricError(f"{self.tuned} has no step size for {', '.join(missing)}")
         limits = {name: parse_time(limit) for name, limit in self.limits.items()}
-        return Wish(self.contenders, (scenario,), self.seeds, common, sizes, limits)
+        few = dict.fromkeys(limits, self.few_seeds) if self.few_seeds else {}
+        return Wish(self.contenders, (scenario,), self.seeds, common, sizes, limits, few)
 
 
 def load(file: Path) -> Settings:
@@ -151,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     own = "" if given.settings == HERE / "settings.toml" else given.settings.stem
     out, results = given.out or OUT / own, given.results or HERE / "results" / own
     if given.seeds:
-        settings = msgspec.structs.replace(settings, seeds=tuple(given.seeds))
+        settings = msgspec.structs.replace(settings, seeds=tuple(given.seeds), few_seeds=())
     if given.contenders:
         settings = msgspec.structs.replace(settings, contenders=tuple(given.contenders))
     wishes = {

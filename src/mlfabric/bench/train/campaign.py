@@ -98,6 +98,7 @@ class Wish(msgspec.Struct, frozen=True):
     common: RunSettings  # of all runs; its contender, scenario, seed and step size count for nothing
     step_sizes: dict[str, StepSize] = {}  # by contender, where tuned
     limits: dict[str, float] = {}  # seconds, by contender, where it is not the common one
+    few_seeds: dict[str, tuple[int, ...]] = {}  # by contender, where it is not run on all of them
 
     def runs(self) -> list[RunSettings]:
         replace = msgspec.structs.replace
@@ -113,6 +114,7 @@ class Wish(msgspec.Struct, frozen=True):
             for scenario in self.scenarios
             for seed in self.seeds
             for contender in self.contenders
+            if seed in self.few_seeds.get(contender, self.seeds)
         ]
 
 

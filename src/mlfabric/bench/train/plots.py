@@ -14,6 +14,14 @@ def _names(runs: Sequence[RunResult]) -> list[str]:
     return list(dict.fromkeys(run.settings.contender for run in runs))
 
 
+def _colour(number: int) -> Any:
+    """Ten full ones, then ten pale ones, then again."""
+    from matplotlib import colormaps
+
+    pale, place = divmod(number % 20, 10)
+    return colormaps["tab20"](2 * place + pale)
+
+
 def _accuracy(axes: Any, runs: Sequence[RunResult]) -> None:
     for number, name in enumerate(_names(runs)):
         for run in (run for run in runs if run.settings.contender == name):
@@ -21,7 +29,7 @@ def _accuracy(axes: Any, runs: Sequence[RunResult]) -> None:
             axes.plot(
                 [at for at, _ in run.curve],
                 [accuracy for _, accuracy in run.curve],
-                color=f"C{number}",
+                color=_colour(number),
                 linewidth=1.2 if first else 0.6,
                 label=name if first else None,
             )
@@ -42,7 +50,7 @@ def _delays(axes: Any, runs: Sequence[RunResult]) -> None:
         if total and max(counts) > 0:
             delays = range(max(counts) + 1)
             shares = [counts.get(delay, 0) / total for delay in delays]
-            axes.step(delays, shares, where="mid", color=f"C{number}", label=name)
+            axes.step(delays, shares, where="mid", color=_colour(number), label=name)
     axes.set_xlabel("delay of an applied update, in updates")
     axes.set_ylabel("share of updates")
     if axes.get_legend_handles_labels()[0]:
@@ -58,7 +66,7 @@ def _links(axes: Any, runs: Sequence[RunResult]) -> None:
         seconds = sum(run.seconds for run in mine)
         rates = [sum(run.link_bytes.get(link, 0) for run in mine) * 8e-6 / seconds for link in links]
         places = [index + (number - (len(names) - 1) / 2) * width for index in range(len(links))]
-        axes.bar(places, rates, width, color=f"C{number}", label=name)
+        axes.bar(places, rates, width, color=_colour(number), label=name)
     axes.set_xticks(range(len(links)), links, rotation=60, fontsize=7)
     axes.set_ylabel("Mb/s on the wire, mean over the run")
     axes.legend(fontsize=8)

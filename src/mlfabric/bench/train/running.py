@@ -159,11 +159,12 @@ def _measure(
     data_folder: Path,
     stop_s: float,
     told: Callable[[float], None] = lambda seconds: None,
+    gently: bool = False,
 ) -> Measured:
     """What was measured, if it was before."""
     measured = _read_measured(folder, settings)
     if measured is None:
-        measured = _run_in_lab(settings, folder, data_folder, Fashion(data_folder), stop_s, told)
+        measured = _run_in_lab(settings, folder, data_folder, Fashion(data_folder), stop_s, told, gently)
         write_record(folder / MEASURED, measured)
     return measured
 
@@ -214,9 +215,9 @@ def runs_abreast(most: int, data_folder: Path) -> Abreast | None:
 
 
 def measure_ordered(order: Order) -> None:
-    """What the process of an `ApartRun` does."""
+    """What the process of an `ApartRun` does. Its workers load without taking processors from other runs."""
     stop_s = math.inf if order.stop_s is None else order.stop_s
-    _measure(order.settings, Path(order.folder), Path(order.data), stop_s)
+    _measure(order.settings, Path(order.folder), Path(order.data), stop_s, gently=True)
 
 
 def _run_in_lab(
@@ -226,6 +227,7 @@ def _run_in_lab(
     data: Fashion,
     stop_s: float,
     told: Callable[[float], None],
+    gently: bool,
 ) -> Measured:
     entry = find_entry(settings.contender)
     scenario = fit(scenarios.load(scenarios.find(settings.scenario)), settings)
@@ -236,9 +238,11 @@ def _run_in_lab(
     hosts = scenario.places(scenario.jobs[0]).workers
     if entry.how == "alone":
         hosts = hosts[:1]
-    order = WorkerOrder(settings, hosts, str(data_folder))
+    order = WorkerOrder(settings, hosts, str(data_folder), gently)
     watch = Watch(settings, folder / "run", data, stop_s, told)
     command = [sys.executable, "-m", "mlfabric.bench.train.worker", msgspec.json.encode(order).decode()]
+    if gently:
+        command = ["nice", "-n", str(LOWEST_PRIORITY), *command]
     options = RunOptions(hosts=hosts, folder=folder / "run", together=True, until=watch.over, grace_s=GRACE_S)
     with Lab(scenario) as lab:
         try:

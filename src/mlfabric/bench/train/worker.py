@@ -39,6 +39,7 @@ class WorkerOrder(msgspec.Struct, frozen=True):
     settings: RunSettings
     hosts: tuple[str, ...]
     data: str
+    gently: bool = False  # begun at lowest priority, as other runs are under way; raised when all is loaded
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -59,6 +60,7 @@ class Worker:
         assert place.host is not None
         self._settings = order.settings
         self._place, self._rank, self._folder = place, rank, folder
+        self._gently = order.gently
         self._scenario, self._host = place.scenario, place.host
         self._job = place.scenario.jobs[0]
         self._nominal_s = place.scenario.compute_s(self._job)
@@ -102,6 +104,8 @@ class Worker:
 
     def run(self) -> None:
         (self._folder / "snapshots").mkdir(exist_ok=True)
+        if self._gently:
+            os.setpriority(os.PRIO_PGRP, 0, 0)  # with all threads and processes begun so far
         began = self._place.begin_together()
         try:
             self._train(began)
