@@ -50,6 +50,7 @@ class Call:
     counts: tuple[int, ...] = ()  # elements, where the call is refused
     mistake: str = ""  # why it can't be carried out: it takes its turn all the same
     room: Room | None = None
+    follows: bool = False  # one of many alike: it may begin before all have come to it
 
 
 # The operation that gathers as many bytes as each rank has.
@@ -68,7 +69,9 @@ def make_operation(call: Call, rank: int, size: int) -> Operation:
     match call.operation:
         case "all_reduce":
             add = combine_for(call.combine, dtype, size)
-            return operations.all_reduce(rank, size, views[0], itemsize, dtype, call.combine, add)
+            return operations.all_reduce(
+                rank, size, views[0], itemsize, dtype, call.combine, add, follows=call.follows
+            )
         case "reduce":
             add = combine_for(call.combine, dtype, size)
             return operations.reduce(rank, size, root, views[0], itemsize, dtype, call.combine, add)

@@ -4,6 +4,9 @@ Every rank announces an operation to all others when it comes to it. From the an
 who is missing, whether all mean the same, and the newest plan that everybody has (`collective.standing`):
 that one is used. So plans may change between any two operations without a word to the scheduler, and a rank
 that disagrees is an error everywhere, not a hang.
+
+Of operations that follow each other each goes by the announcements of the one `BEHIND` before it, which have
+come by then, and begins as soon as it is called. Its own are still compared as they come.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ from mlfabric.wire import WireError
 
 # Eager operations that may begin before the slowest rank has come to the first of them.
 EAGER_AHEAD = 16
+# An operation that follows others goes by what was announced of the one so many before it. Nobody is further
+# ahead of the slowest rank than that, so little comes for operations that have not been called.
+BEHIND = 2
 
 Done = Callable[[str | None], None]
 
@@ -86,6 +92,8 @@ class Group:
         self._ahead: dict[int, Ahead] = {}
         self._ahead_bytes = 0
         self._plans = StandingPlans(len(nodes), rank)
+        # What all announced, ours included, of the last operations and those that have not begun.
+        self._said: dict[int, dict[int, Announcement]] = {}
         self._came = [0] * len(nodes)  # the first operation that each has not come to
         self._gone: dict[int, str] = {}  # who is gone, and how
         self._left: set[int] = set()  # those of them who left in order
@@ -149,14 +157,17 @@ class Group:
             mine = msgspec.structs.replace(mine, plan=self._plans.newest, common=self._plans.common)
         running = Running(sequence, operation, done, ahead.announced, mine, ahead.frames)
         self.running[sequence] = running
+        self._said[sequence] = {**ahead.announced, self.rank: mine}
+        self._forget_words()
         self.changed = True
         body = encode_announcement(mine)
         self._tell(pack_header(FrameKind.ANNOUNCE, self.number, sequence, length=len(body)) + body)
         for rank, theirs in ahead.announced.items():
             self._compare(running, rank, theirs)
         eager = operation.eager and sequence - self._slowest() < EAGER_AHEAD
-        if self.broken is None and (eager or self._all_came(running)):
+        if self.broken is None and (eager or self._may_begin(running)):
             self._begin(running)
+        self._begin_follower(sequence)
 
     def _tell(self, frame: bytes, without: Collection[int] = ()) -> None:
         for rank in range(self.size):
@@ -166,6 +177,29 @@ class Group:
     def _slowest(self) -> int:
         """The first operation that somebody else has not come to."""
         return min((came for rank, came in enumerate(self._came) if rank != self.rank), default=self._next)
+
+    def _forget_words(self) -> None:
+        """Of operations so old that none still to begin goes by them."""
+        waiting = (each.sequence for each in self.running.values() if each.exchange is None)
+        first = min([self._next, *self._waiting.sequences, *waiting])
+        for old in [sequence for sequence in self._said if sequence < first - BEHIND]:
+            del self._said[old]
+
+    def _goes_by(self, running: Running) -> int:
+        """The operation by whose announcements the plan of this one is chosen, the same one at all ranks."""
+        follows = running.operation.follows and running.sequence >= BEHIND
+        return running.sequence - BEHIND if follows else running.sequence
+
+    def _may_begin(self, running: Running) -> bool:
+        return len(self._said.get(self._goes_by(running), ())) == self.size
+
+    def _begin_follower(self, sequence: int) -> None:
+        """Somebody came to an operation: one that goes by its announcements may have waited for them."""
+        follower = self.running.get(sequence + BEHIND)
+        if follower is None or follower.exchange is not None or self.broken is not None:
+            return
+        if follower.operation.follows and self._may_begin(follower):
+            self._begin(follower)
 
     def _all_came(self, running: Running) -> bool:
         return len(running.announced) == self.size - 1
@@ -201,8 +235,10 @@ class Group:
 
     def _plan_for(self, running: Running) -> Shares:
         others = (each for each in self.running.values() if each.exchange is None and each is not running)
-        announced = [running.mine, *running.announced.values()]
-        return self._plans.choose(announced, [each.mine.plan for each in others])
+        announced = self._said[self._goes_by(running)].values()
+        still = [each.mine.plan for each in others]
+        still += [said[self.rank].common for said in self._said.values()]
+        return self._plans.choose(announced, still)
 
     def _take(
         self, running: Running, exchange: Exchange, rank: int, header: FrameHeader, payload: memoryview
@@ -253,14 +289,18 @@ class Group:
         running = self.running.get(sequence)
         self._came[rank] = max(self._came[rank], sequence + 1)
         self._plans.heard(rank, theirs.plan, theirs.common)
+        if sequence in self._said:
+            self._said[sequence][rank] = theirs
         if running is None:
+            self._begin_follower(sequence)
             if self.broken is None and self._is_ahead(sequence):
                 self._ahead.setdefault(sequence, Ahead()).announced[rank] = theirs
             return
         running.announced[rank] = theirs
         self._compare(running, rank, theirs)
-        if running.exchange is None and self.broken is None and self._all_came(running):
+        if running.exchange is None and self.broken is None and self._may_begin(running):
             self._begin(running)
+        self._begin_follower(sequence)
 
     def _compare(self, running: Running, rank: int, theirs: Announcement) -> None:
         mine = running.operation.announcement

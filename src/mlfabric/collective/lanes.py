@@ -47,6 +47,11 @@ class Lanes(Generic[T]):
     def __contains__(self, sequence: int) -> bool:
         return sequence in self._waiting
 
+    @property
+    def sequences(self) -> set[int]:
+        """Of those that wait."""
+        return self._waiting
+
     def put(self, sequence: int, operation: Operation, item: T) -> None:
         lane = self._lanes.setdefault(operation.priority, Lane())
         lane.waiting.append((sequence, operation, item))

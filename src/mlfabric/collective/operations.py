@@ -1,7 +1,9 @@
 """The collective operations, each as blocks of memory and the routes its pieces take.
 
 An operation that moves few bytes is *eager*: its plan needs no agreement, so its bytes leave with the
-announcement. The others wait until every rank has come, and take the newest plan that all of them know.
+announcement. The others wait until every rank has come, and take the newest plan that all of them know. Where
+many alike follow each other (`follows`), each takes the plan that was agreed on a few before it, and begins
+as soon as it is called: nobody waits for words that are under way behind the bytes of others.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class Operation:
     buffers: Buffers
     segments: Callable[[Shares], list[Segment]]  # as seen by this rank
     eager: bool
+    follows: bool = False  # it goes by the plan agreed on a while before, and need not wait for all to come
     combine: Combine | None = None
     answers: bool = False  # parts are answered by frames of their own, as no result comes back
     priority: int = 0  # lower goes first
@@ -72,6 +75,7 @@ def all_reduce(
     combine_name: str,
     combine: Combine,
     priority: int = 0,
+    follows: bool = False,
 ) -> Operation:
     """Reduce an array, in place, bit-identical on all ranks."""
     elements = len(array) // itemsize
@@ -79,7 +83,7 @@ def all_reduce(
 
     def part(start: int, stop: int) -> Operation:
         view = array[start * itemsize : stop * itemsize]
-        return _all_reduce_round(announcement, rank, size, view, itemsize, combine, priority)
+        return _all_reduce_round(announcement, rank, size, view, itemsize, combine, priority, follows)
 
     step = max(ROUND_BYTES, size * ROUND_BYTES_PER_RANK)
     count = round(len(array) / step)
@@ -97,6 +101,7 @@ def _all_reduce_round(
     itemsize: int,
     combine: Combine,
     priority: int,
+    follows: bool,
 ) -> Operation:
     elements = len(array) // itemsize
     whole = len(array) <= WHOLE_BYTES
@@ -114,7 +119,7 @@ def _all_reduce_round(
         buffers = Buffers({0: array}, {0: array})
     eager = len(array) <= EAGER_BYTES
     return Operation(
-        announcement, buffers, segments, eager, combine, priority=priority, size_bytes=len(array)
+        announcement, buffers, segments, eager, follows, combine, priority=priority, size_bytes=len(array)
     )
 
 

@@ -48,8 +48,8 @@ class StandingPlans:
 
     def choose(self, announced: Collection[Announcement], still: Iterable[int]) -> Shares:
         """The plan of an operation, by everybody's announcements. Older ones are dropped: whatever is
-        announced later names one that is as new. `still` are the newest ones that we named in announcements
-        of operations that have not begun."""
+        announced later names one that is as new. `still` are no newer than what others that have not begun
+        may go by."""
         used = max(min(each.plan for each in announced), max(each.common for each in announced))
         self._common = max(self._common, used)
         oldest = min([used, *still])

@@ -47,6 +47,8 @@ SOON_SAMPLES = 3
 FALL_SAMPLES = 2
 RAISE_SAMPLES = 2
 STEADY_SAMPLES = 20
+# Older ones may be of another rate.
+SAMPLES_S = 1.5
 JUMP = 0.25
 FALL = 0.5
 # A sender whose uplink carries less than this share of what it can is not held back by its uplink.
@@ -95,7 +97,7 @@ class RateMeter:
         self.seen_at = float("-inf")
         self._since: float | None = None  # the link has been the limit from here on
         self._sample: tuple[float, int] | None = None
-        self._samples: deque[float] = deque(maxlen=STEADY_SAMPLES)
+        self._samples: deque[tuple[float, float]] = deque(maxlen=STEADY_SAMPLES)  # when, how fast
         self._passed: tuple[float, int] | None = None
         self._passing: deque[float] = deque(maxlen=RAISE_SAMPLES)
         self._probes: deque[tuple[float, float]] = deque(maxlen=PROBE_SAMPLES)
@@ -111,7 +113,7 @@ class RateMeter:
         if self.rate is None:
             self.rate = best if enough else None
         elif best > (1 + PROBE_NOISE) * self.rate or (enough and best < (1 - PROBE_NOISE) * self.rate):
-            self._jump(best)
+            self._jump(now, best)
 
     def look(self, now: float, carried_bytes: int, limiting: bool) -> None:
         self._probes.clear()
@@ -129,9 +131,11 @@ class RateMeter:
         if now - began < SAMPLE_S:
             return
         self._sample = (now, carried_bytes)
-        self._samples.append((carried_bytes - before) / (now - began))
+        while self._samples and now - self._samples[0][0] > SAMPLES_S:
+            self._samples.popleft()
+        self._samples.append((now, (carried_bytes - before) / (now - began)))
         self.seen_at = now
-        self._weigh()
+        self._weigh(now)
 
     def _raise(self, now: float, carried_bytes: int) -> None:
         """What a link carries it can carry, whatever holds the bytes back."""
@@ -146,20 +150,20 @@ class RateMeter:
         enough = len(self._passing) == RAISE_SAMPLES
         if enough and self.rate is not None and carried > (1 + JUMP) * self.rate:
             self.seen_at = now
-            self._jump(carried)
+            self._jump(now, carried)
 
-    def _weigh(self) -> None:
-        samples = list(self._samples)
+    def _weigh(self, now: float) -> None:
+        samples = [rate for _, rate in self._samples]
         soon = max(samples[-SOON_SAMPLES:])
         enough = len(samples) >= SOON_SAMPLES
         if self.rate is None:
             self.rate = soon if enough and soon > 0 else None
         elif len(samples) > 1 and (risen := min(samples[-2:])) > (1 + JUMP) * self.rate:
-            self._jump(risen)  # one sample may be of what a queue let through after a pause
+            self._jump(now, risen)  # one sample may be of what a queue let through after a pause
         elif enough and 0 < soon < (1 - JUMP) * self.rate:
-            self._jump(soon)
+            self._jump(now, soon)
         elif len(samples) >= FALL_SAMPLES and 0 < (fallen := max(samples[-FALL_SAMPLES:])) < FALL * self.rate:
-            self._jump(fallen)
+            self._jump(now, fallen)
         elif enough:
             upper = sorted(samples)[len(samples) // 2 :]  # being interrupted makes samples low, never high
             self.rate = sum(upper) / len(upper)
@@ -169,9 +173,9 @@ class RateMeter:
         self.rate, self.seen_at = rate, now
         self._samples.clear()
 
-    def _jump(self, rate: float) -> None:
+    def _jump(self, now: float, rate: float) -> None:
         self.rate = rate
-        self._samples = deque([rate], maxlen=STEADY_SAMPLES)
+        self._samples = deque([(now, rate)], maxlen=STEADY_SAMPLES)
 
 
 @dataclass(slots=True)
@@ -249,8 +253,8 @@ class HostRates(Generic[Flow]):
         """Whether packets wait at our own uplink: then those of all flows do, about as long. If those of one
         get through sooner, it is receivers that hold the others back, however many they are.
 
-        Most flows have bytes waiting then, too. Where operations are small a few of them may: it is enough
-        that not all that waits is for one receiver, if the packets of most flows are seen to wait.
+        Whether bytes wait to be sent, too, says little: of small operations the kernel has sent all, and what
+        waits is in the queue already. Where nothing is known of packets, it has to do.
         """
         queued = [
             flow.queued_us
@@ -260,8 +264,7 @@ class HostRates(Generic[Flow]):
         if queued and min(queued) < max(QUEUED_US, SAME_QUEUE * median(queued)):
             return False
         half = max(2, (len(near) + 1) // 2)
-        waiting = sorted(flows[key].waiting_bytes for key in near)
-        return len(near & backlog) >= half or (len(queued) >= half and sum(waiting[:-1]) >= BACKLOG_BYTES)
+        return len(queued) >= half or len(near & backlog) >= half
 
     def _sends(self, key: Flow, flow: FlowState) -> bool:
         """Whether more than a few words went out by it since the last look: what is known of it is fresh."""

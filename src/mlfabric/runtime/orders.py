@@ -137,6 +137,7 @@ class RunCollective(Record, frozen=True):
     blocks: tuple[BlockSpec, ...]
     counts: tuple[int, ...] = ()
     mistake: str = ""
+    follows: bool = False
 
 
 class RunSend(Record, frozen=True):

@@ -217,6 +217,7 @@ class OutpostEngine(Engine):
             record.counts,
             record.mistake,
             room if record.operation == GATHER_ANY else None,
+            record.follows,
         )
         call = self.groups.collective(record.group, record.nodes, wanted, record.form_again)
         self._follow(record.number, call, rooms)

@@ -65,6 +65,7 @@ class RemoteGroups:
                 blocks,
                 wanted.counts,
                 wanted.mistake,
+                wanted.follows,
             )
 
         self._engine.begin(pending.call, order, pending)

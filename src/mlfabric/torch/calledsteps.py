@@ -143,14 +143,16 @@ class CalledSteps(ABC):
         """For a step's sum."""
         return self._spare.pop() if self._spare else self._client.empty(self._elements, np.float32)
 
-    def _sum(self, call: StepCalled, arrays: Sequence[Vector]) -> list[OperationCall]:
-        """Begin to sum arrays among those who were called."""
+    def _sum(self, call: StepCalled, arrays: Sequence[Vector], follows: bool = False) -> list[OperationCall]:
+        """Begin to sum arrays among those who were called; many that `follow` each other do not wait."""
         if len(call.nodes) == 1:
             return []
         summing = []
         for array in arrays:
             blocks = (changes(array.view("u1").data),)
-            wanted = Call("all_reduce", array.dtype.name, array.itemsize, "sum", blocks=blocks)
+            wanted = Call(
+                "all_reduce", array.dtype.name, array.itemsize, "sum", blocks=blocks, follows=follows
+            )
             summing.append(self._client.groups.collective(call.group, call.nodes, wanted))
         self._keep_few(call.group)
         given_up = self._given_up

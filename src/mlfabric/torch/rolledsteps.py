@@ -224,7 +224,8 @@ class RolledSteps(CalledSteps):
             else:
                 whole.fill(0)
         narrow = self._narrowed(whole) if self._by_codec(call) else None
-        return _UnderWay(step, vector, narrow, self._sum(call, [whole if narrow is None else narrow]))
+        summing = self._sum(call, [whole if narrow is None else narrow], follows=True)
+        return _UnderWay(step, vector, narrow, summing)
 
     def _used(self, vector: Vector, step: int) -> Vector:
         """Of a vector that has room for the largest part, what is used for this step's."""
