@@ -17,11 +17,11 @@ def rates(view: BandwidthView) -> dict[str, tuple[float, float]]:
     return {name: (h.up_bytes_per_s, h.down_bytes_per_s) for name, h in view.network().hosts.items()}
 
 
-def test_hosts_nobody_knows_are_like_the_fastest_known() -> None:
+def test_hosts_never_seen_full_are_taken_to_be_twice_as_fast_as_the_fastest_known() -> None:
     view = view_of("a", "b", "c")
     assert view.learn("n0", RatesLearned(20.0, None), 0.0)
     assert view.learn("n1", RatesLearned(5.0, None), 0.0)
-    assert rates(view) == {"a": (20.0, 20.0), "b": (5.0, 5.0), "c": (20.0, 20.0)}
+    assert rates(view) == {"a": (20.0, 20.0), "b": (5.0, 5.0), "c": (40.0, 40.0)}
 
 
 def test_figures_that_members_gave_are_kept_until_something_is_learned() -> None:

@@ -1,11 +1,14 @@
 """What the scheduler believes of the links: what members said of themselves, and what their transfers showed.
 
 A rate that was learned counts. A direction nobody has learned anything of is taken to be like the host's
-other direction, and a host of which nothing is known, and whose own figure was a guess, like the fastest of
-those that are known: if that is too much it will be the next to be learned.
+other direction. A host of which nothing is known, and whose own figure was a guess, is taken to be twice as
+fast as the fastest of those that are known: links are learned when they are full, so it is one that never
+was, and if that is too much it will be the next to be learned.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 from mlfabric.messages import FlowsSeen, MemberInfo, RatesLearned
 from mlfabric.roles.blame import LinkBeliefs
@@ -14,6 +17,8 @@ from mlfabric.topology import Host, Network
 
 Rates = tuple[float | None, float | None]  # up, down
 WAYS = ("up", "down")
+# How fast a host is that nobody has seen at its limit, by the fastest that was.
+UNSEEN: Final = 2.0
 
 
 class BandwidthView:
@@ -89,7 +94,7 @@ class BandwidthView:
     def _host(self, member: MemberInfo, learned: Rates, fastest: float | None) -> Host:
         up, down = learned
         if member.rates_guessed and up is None and down is None:
-            up = down = fastest
+            up = down = UNSEEN * fastest if fastest is not None else None
         if member.rates_guessed:
             up, down = up or down, down or up
         return Host(member.host, up or member.up_bytes_per_s, down or member.down_bytes_per_s, member.rack)

@@ -38,7 +38,7 @@ LATE_S = 0.06
 # An uplink that had nothing to send for more than this share of the time was not the limit.
 LEAST_BUSY = 0.85
 # A rate is taken over at least this long, without the beginning, in which TCP finds its window.
-SAMPLE_S = 0.05
+SAMPLE_S = 0.04
 BEGINNING_S = 0.02
 # The highest of the last few samples tells of a changed link soon: a link can't carry more than it can carry,
 # but a moment's hiccup is no slow link. What differs by less than a jump is noise, and smoothed over more.
@@ -98,6 +98,7 @@ class RateMeter:
         self._since: float | None = None  # the link has been the limit from here on
         self._sample: tuple[float, int] | None = None
         self._samples: deque[tuple[float, float]] = deque(maxlen=STEADY_SAMPLES)  # when, how fast
+        self._carried = 0  # at the last look
         self._passed: tuple[float, int] | None = None
         self._passing: deque[float] = deque(maxlen=RAISE_SAMPLES)
         self._probes: deque[tuple[float, float]] = deque(maxlen=PROBE_SAMPLES)
@@ -116,9 +117,12 @@ class RateMeter:
             self._jump(now, best)
 
     def look(self, now: float, carried_bytes: int, limiting: bool) -> None:
+        """`limiting`: the link has held bytes back since the last look. Of what has just begun to be sent
+        nothing is acknowledged yet, which is no slow link."""
         self._probes.clear()
         self._raise(now, carried_bytes)
-        if not limiting:
+        moved, self._carried = carried_bytes > self._carried, carried_bytes
+        if not limiting or not moved:
             self._since = self._sample = None
             return
         if self._since is None:
@@ -220,7 +224,8 @@ class HostRates(Generic[Flow]):
         # What went over other links since the last look says nothing of how full these were.
         same = used == self._used and flows.keys() == self._seen.keys()
         comparable = same and self._last is not None and now - self._last[0] <= LATE_S
-        self.up.look(now, self._acked, up_limits and comparable and self._kept_busy(now, flows, used))
+        full = up_limits and comparable and self._kept_busy(now, flows, used)
+        self.up.look(now, self._acked, full)
         self.down.look(now, self._received, down_limits and comparable)
         self._try(now, up_limits or down_limits or held_back)
         free = not up_limits and self._uplink_is_free(now, self._acked)
