@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mlfabric.collective import operations
 from mlfabric.collective.arithmetic import numpy_combine
+from mlfabric.collective.group import BEHIND
 from mlfabric.collective.lanes import IN_FLIGHT
 from mlfabric.collective.operations import Operation, all_reduce
 from mlfabric.collective.routes import Shares
@@ -21,10 +22,13 @@ from tests.collective.wires import Wires
 seeds = st.integers(0, 2**32 - 1)
 
 
-def reduce_of(array: Any, rank: int, size: int, combine: str = "sum") -> Operation:
+def reduce_of(
+    array: Any, rank: int, size: int, combine: str = "sum", follows: bool = False
+) -> Operation:
     kind = str(array.dtype)
     view = array.reshape(-1).view("u1").data
-    return all_reduce(rank, size, view, array.itemsize, kind, combine, numpy_combine(combine, kind, size))
+    add = numpy_combine(combine, kind, size)
+    return all_reduce(rank, size, view, array.itemsize, kind, combine, add, follows=follows)
 
 
 def shares_of(draw: np.random.Generator, size: int, number: int) -> Shares:
@@ -67,14 +71,17 @@ def test_all_ranks_end_with_the_same_right_bits(
     mine = arrays.copy()
     outcomes = []
     held = [0] * size  # the newest plan of each rank
+    follow = draw.random() < 0.7
     for index in range(operations_count):
+        follows = bool(follow and draw.random() < 0.8)
         for rank in draw.permutation(size):
             # Plans come in their order, between any two calls, not everywhere at once.
             while held[rank] < index + 1 and draw.random() < 0.5:
                 held[rank] += 1
                 shares = shares_of(np.random.default_rng(seed + held[rank]), size, held[rank])
                 wires.boards[wires.names[rank]].groups[1].adopt(shares)
-            outcomes.append(wires.post(wires.names[rank], reduce_of(mine[index, rank], int(rank), size)))
+            operation = reduce_of(mine[index, rank], int(rank), size, follows=follows)
+            outcomes.append(wires.post(wires.names[rank], operation))
             wires.run(int(draw.integers(0, 30)))
     wires.run()
     assert outcomes == [[None]] * len(outcomes), f"seed {seed}"
@@ -85,6 +92,34 @@ def test_all_ranks_end_with_the_same_right_bits(
     for board in wires.boards.values():
         assert not board.groups[1].running
         assert not board.groups[1]._ahead
+        assert len(board.groups[1]._said) <= BEHIND + IN_FLIGHT
+
+
+def test_an_operation_that_follows_begins_before_the_others_have_come_by_the_plan_of_then() -> None:
+    wires = Wires(3, 1)
+    wires.form()
+    arrays = np.ones((4, 3, 200))
+    group = wires.boards[wires.names[0]].groups[1]
+    for board in wires.boards.values():
+        board.groups[1].adopt(Shares(1, (0.5, 0.5, 0.0), (0.5, 0.5, 0.0), chunk_bytes=64))
+    for index in range(2):
+        for rank in range(3):
+            wires.post(wires.names[rank], reduce_of(arrays[index, rank], rank, 3))
+        wires.run()
+    for board in wires.boards.values():
+        board.groups[1].adopt(Shares(2, (0.0, 0.0, 1.0), (0.0, 0.0, 1.0), chunk_bytes=64))
+    wires.run()
+    wires.post(wires.names[0], reduce_of(arrays[2, 0], 0, 3, follows=True))
+    (running,) = group.running.values()
+    assert running.exchange is not None
+    assert running.exchange.waits_for().keys() == {1, 2}, "by the plan of two operations before"
+    wires.post(wires.names[0], reduce_of(arrays[3, 0], 0, 3))
+    assert group.running[max(group.running)].exchange is None, "it does not follow"
+    for index in (2, 3):
+        for rank in (1, 2):
+            wires.post(wires.names[rank], reduce_of(arrays[index, rank], rank, 3, follows=index == 2))
+    wires.run()
+    assert (arrays == 3).all()
 
 
 @pytest.mark.parametrize("combine", ["sum", "avg", "product", "min", "max"])

@@ -8,7 +8,17 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from mlfabric.runtime.bandwidth import BACKLOG_BYTES, TICK_S, TRY, USED_UP, FlowState, HostRates
+from mlfabric.runtime.bandwidth import (
+    BACKLOG_BYTES,
+    BEGINNING_S,
+    SAMPLE_S,
+    SAMPLES_S,
+    TICK_S,
+    TRY,
+    USED_UP,
+    FlowState,
+    HostRates,
+)
 
 FAST, SLOW = 25e6, 6.25e6
 
@@ -407,3 +417,33 @@ def test_nothing_is_tried_while_bytes_wait_or_links_are_hardly_used() -> None:
     idle.send(1.0, FAST, backlogged=7)
     unhindered(idle, 5.0, USED_UP * FAST / 2)
     assert idle.rates.up.rate == pytest.approx(FAST, rel=0.02)
+
+
+def test_a_full_uplink_is_seen_by_its_queue_though_nothing_waits_to_be_sent() -> None:
+    host = Host()
+    for _ in range(20):
+        host.now += TICK_S
+        for flow in host.flows[:4]:
+            flow.busy_us += round(TICK_S * 1e6)
+            flow.acked_bytes += int(SLOW * TICK_S / 4)
+            flow.queued_us = 20_000
+        host.look()
+    assert host.rates.up.rate == pytest.approx(SLOW, rel=0.01)
+
+
+def test_samples_from_before_a_pause_do_not_count() -> None:
+    host = Host()
+    host.send(2.5 * SAMPLE_S + BEGINNING_S, FAST, backlogged=7)
+    assert host.rates.up.rate is None, "two samples are too few"
+    host.send(2 * SAMPLES_S, 0.0, backlogged=0)
+    host.send(0.5, SLOW, backlogged=7)
+    assert host.rates.up.rate == pytest.approx(SLOW, rel=0.05)
+
+
+def test_what_has_just_begun_to_be_sent_is_no_slow_link() -> None:
+    host = Host()
+    host.send(1.0, FAST, backlogged=7)
+    for _ in range(20):
+        host.send(2 * TICK_S, 0.0, backlogged=7)  # on its way, and not acknowledged yet
+        host.send(2 * TICK_S, FAST, backlogged=7)
+    assert host.rates.up.rate == pytest.approx(FAST, rel=0.05)
