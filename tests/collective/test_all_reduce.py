@@ -22,9 +22,7 @@ from tests.collective.wires import Wires
 seeds = st.integers(0, 2**32 - 1)
 
 
-def reduce_of(
-    array: Any, rank: int, size: int, combine: str = "sum", follows: bool = False
-) -> Operation:
+def reduce_of(array: Any, rank: int, size: int, combine: str = "sum", follows: bool = False) -> Operation:
     kind = str(array.dtype)
     view = array.reshape(-1).view("u1").data
     add = numpy_combine(combine, kind, size)
@@ -98,7 +96,7 @@ def test_all_ranks_end_with_the_same_right_bits(
 def test_an_operation_that_follows_begins_before_the_others_have_come_by_the_plan_of_then() -> None:
     wires = Wires(3, 1)
     wires.form()
-    arrays = np.ones((4, 3, 200))
+    arrays = np.ones((4, 3, 30))  # one round each, not eager
     group = wires.boards[wires.names[0]].groups[1]
     for board in wires.boards.values():
         board.groups[1].adopt(Shares(1, (0.5, 0.5, 0.0), (0.5, 0.5, 0.0), chunk_bytes=64))
