@@ -9,6 +9,9 @@ from typing import Any, Final
 from mlfabric.bench.train.judging import RunResult
 from mlfabric.errors import FabricError
 
+# What is further below the first target is a moment at the beginning, and is not shown.
+BELOW_TARGET: Final = 0.15
+
 
 def _names(runs: Sequence[RunResult]) -> list[str]:
     return list(dict.fromkeys(run.settings.contender for run in runs))
@@ -33,6 +36,7 @@ def _accuracy(axes: Any, runs: Sequence[RunResult]) -> None:
                 linewidth=1.2 if first else 0.6,
                 label=name if first else None,
             )
+    axes.set_ylim(bottom=min(runs[0].settings.targets) - BELOW_TARGET)
     for target in runs[0].settings.targets:
         axes.axhline(target, color="grey", linewidth=0.6, linestyle="--")
     axes.set_xlabel("seconds")
