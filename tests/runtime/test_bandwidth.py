@@ -60,6 +60,15 @@ class Host:
                 told = self.now - began
         return told
 
+    def carry(self, looks: int, rate: float, flows: int, past_s: float = TICK_S, busy: float = 1.0) -> None:
+        """Have so many flows carry a rate together, with as much waiting to be sent as before."""
+        for _ in range(looks):
+            self.now += past_s
+            for flow in self.flows[:flows]:
+                flow.busy_us += round(busy * past_s * 1e6)
+                flow.acked_bytes += int(rate * past_s / flows)
+            self.look()
+
     def receive(self, seconds: float, rate: float, pressing: int) -> None:
         for _ in range(round(seconds / TICK_S)):
             self.now += TICK_S
@@ -176,18 +185,8 @@ def test_a_starved_process_blames_no_link() -> None:
     """Bytes wait at both looks, but in between the kernel had nothing to send."""
     host = Host()
     host.send(1.0, FAST, backlogged=7)
-    for _ in range(40):
-        host.now += TICK_S
-        for flow in host.flows:
-            flow.busy_us += round(TICK_S * 0.5e6)
-            flow.acked_bytes += int(SLOW * TICK_S / 7)
-        host.look()
-    for _ in range(40):
-        host.now += 0.1  # looks come late
-        for flow in host.flows:
-            flow.busy_us += 100_000
-            flow.acked_bytes += int(SLOW * 0.1 / 7)
-        host.look()
+    host.carry(40, SLOW, flows=7, busy=0.5)
+    host.carry(40, SLOW, flows=7, past_s=0.1)  # looks come late
     assert host.rates.up.rate == pytest.approx(FAST, rel=0.01)
 
 
@@ -421,13 +420,9 @@ def test_nothing_is_tried_while_bytes_wait_or_links_are_hardly_used() -> None:
 
 def test_a_full_uplink_is_seen_by_its_queue_though_nothing_waits_to_be_sent() -> None:
     host = Host()
-    for _ in range(20):
-        host.now += TICK_S
-        for flow in host.flows[:4]:
-            flow.busy_us += round(TICK_S * 1e6)
-            flow.acked_bytes += int(SLOW * TICK_S / 4)
-            flow.queued_us = 20_000
-        host.look()
+    for flow in host.flows[:4]:
+        flow.queued_us = 20_000
+    host.carry(20, SLOW, flows=4)
     assert host.rates.up.rate == pytest.approx(SLOW, rel=0.01)
 
 
