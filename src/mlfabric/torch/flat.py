@@ -1,7 +1,9 @@
 """A module's parameters and running statistics as one flat vector, without copies where it can be.
 
-Parameters and buffers become views of one tensor, gradients views of another, so that a pulled model is one
-copy and an update none. Two gradient vectors take turns: one is on its way while the next is computed.
+Parameters and buffers become views of one tensor, so that a pulled model is one copy. Gradients are where a
+backward pass puts them until they are collected in a vector, which is one copy: to have it add them to zeros
+in that vector would be to write and read them three times. Two such vectors take turns: one is on its way
+while the next is filled.
 """
 
 from __future__ import annotations
@@ -47,20 +49,16 @@ class FlatModel:
                 place.copy_(tensor)
                 tensor.data = place
                 at += tensor.numel()
-        self.point_gradients()
+        self.clear_gradients()
 
     @property
     def elements(self) -> int:
         return self.trained + self.averaged
 
-    def point_gradients(self) -> None:
-        """Let backward passes write into the vector whose turn it is, from zero."""
-        vector = self._gradients[self._turn]
-        vector.zero_()
-        at = 0
+    def clear_gradients(self) -> None:
+        """Let backward passes begin anew."""
         for parameter in self.parameters:
-            parameter.grad = vector[at : at + parameter.numel()].view_as(parameter)
-            at += parameter.numel()
+            parameter.grad = None
 
     def ready_gradients(self, clip_norm: float | None, scale: float = 1.0) -> torch.Tensor:
         """The gradients in one vector, scaled, then clipped; the parameters' own are that vector's parts."""
@@ -80,12 +78,12 @@ class FlatModel:
         vector = self.ready_gradients(clip_norm, scale)
         vector[self.trained :] = self.values[self.trained :]
         self._turn = 1 - self._turn
-        self.point_gradients()
+        self.clear_gradients()
         update: Vector = vector.numpy()
         return update
 
     def _collect(self, vector: torch.Tensor) -> None:
-        """Gradients that were replaced or set to None, as optimizers' zero_grad does, are put into place."""
+        """Put gradients into place; a parameter without one has none that is zero."""
         at = 0
         for parameter in self.parameters:
             place = vector[at : at + parameter.numel()].view_as(parameter)
@@ -97,8 +95,12 @@ class FlatModel:
             at += parameter.numel()
 
     def set_gradients(self, vector: Vector) -> None:
-        """Have these as the parameters' gradients."""
-        np.copyto(self._gradients[self._turn].numpy(), vector)
+        """Have these as the parameters' gradients, which are parts of the vector until they are cleared."""
+        gradients = torch.from_numpy(vector)
+        at = 0
+        for parameter in self.parameters:
+            parameter.grad = gradients[at : at + parameter.numel()].view_as(parameter)
+            at += parameter.numel()
 
     def load(self, vector: Vector) -> None:
         np.copyto(self.values.numpy(), vector)

@@ -90,7 +90,7 @@ class Rolling(SteppedTraining):
     def _compute(self) -> None:
         self._apply_all()
         self._move_ahead()
-        self._flat.point_gradients()
+        self._flat.clear_gradients()
         self._base = self._steps.applied
         self._report()
 
@@ -98,9 +98,8 @@ class Rolling(SteppedTraining):
         """Have the model as it is expected to be when the next gradient is applied."""
         if self._ahead and any(self._ages):
             trained = self._flat.trained
-            by = np.float32(1 + fmean(self._ages))
-            np.multiply(self._moved, by, out=self._flat.values.numpy()[:trained])
-            self._flat.values[:trained] += torch.from_numpy(self._common[:trained])
+            common, moved = (torch.from_numpy(v[:trained]) for v in (self._common, self._moved))
+            torch.add(common, moved, alpha=1 + fmean(self._ages), out=self._flat.values[:trained])
 
     def _report(self, waits: bool = False) -> None:
         # With the lock: `RolledSteps` tells of what waits, too.

@@ -40,7 +40,7 @@ class RollingLocal(Rolling):
 
     def _compute(self) -> None:
         self._give(self._local_steps)
-        self._flat.point_gradients()
+        self._flat.clear_gradients()
         self._base = self._steps.applied
         self._report()
 

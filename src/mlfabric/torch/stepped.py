@@ -92,7 +92,7 @@ class SteppedTraining(ABC):
     def catch_up(self) -> None:
         """Apply what has come."""
         self._apply_all()
-        self._flat.point_gradients()
+        self._flat.clear_gradients()
         self._base = self._steps.applied
 
     def finish(self) -> None:
@@ -174,6 +174,7 @@ class SteppedTraining(ABC):
         flat.set_gradients(mean[: flat.elements])
         with self._settings_of(mean[flat.elements : self._elements].tolist()):
             self._optimizer.step()
+        flat.clear_gradients()  # the mean's memory is used again
 
     @contextmanager
     def _settings_of(self, numbers: list[float]) -> Iterator[None]:

@@ -46,7 +46,7 @@ class FabricOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Gradients stay where they are, in one vector, and become zero."""
+        """Gradients are collected from wherever the next backward passes put them."""
         self._zero()
 
     def state_dict(self) -> dict[str, Any]:

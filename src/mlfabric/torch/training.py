@@ -84,7 +84,7 @@ class Training:
             load_plain(resume, model, inner)
         self._read: ReadOptimizer | None = read_optimizer(inner, self._flat.parameters) if served else None
         self._inner = inner
-        self.optimizer = FabricOptimizer(inner, self._step, self._flat.point_gradients, self._plain_state)
+        self.optimizer = FabricOptimizer(inner, self._step, self._flat.clear_gradients, self._plain_state)
         self._ticket: Ticket | None = None
         self._pulling: Pulling | None = None
         self._base: Model | None = None
@@ -132,7 +132,7 @@ class Training:
             self._step_when_called(self._stepped, scale, infinite)
         elif infinite:
             self.skipped += 1
-            self._flat.point_gradients()
+            self._flat.clear_gradients()
         elif self.mode == "local":
             self._inner_step(scale)
             if self.steps % self._wishes.steps_of_its_own == 0:
@@ -263,7 +263,7 @@ class Training:
         self.steps += 1
         self._flat.ready_gradients(self._wishes.clip_norm, scale)
         self._inner.step()
-        self._flat.point_gradients()
+        self._flat.clear_gradients()
 
     def _changed_locally(self) -> Any:
         """The way from here back to where we began, as a gradient; the statistics as they are."""
@@ -315,7 +315,7 @@ class Training:
         self.steps += 1
         self._flat.set_gradients(update)
         self._inner.step()
-        self._flat.point_gradients()
+        self._flat.clear_gradients()
 
     # --- by steps that the scheduler calls --------------------------------------------------------------
 
