@@ -60,8 +60,13 @@ def warm_up_alone(model: Any, backward: Callable[[], None]) -> None:
         model.zero_grad()
 
 
+def adam_settings(size: StepSize) -> dict[str, Any]:
+    """Of torch's; fused it takes half of the processor's time."""
+    return {"lr": size.lr, "betas": (size.momentum, SECOND_MOMENT), "fused": True}
+
+
 def make_optimizer(parameters: Any, size: StepSize) -> Any:
-    return torch.optim.Adam(parameters, lr=size.lr, betas=(size.momentum, SECOND_MOMENT))
+    return torch.optim.Adam(parameters, **adam_settings(size))
 
 
 class Alone(Exchange):

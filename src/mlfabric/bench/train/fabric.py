@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlfabric.bench.train.exchange import Exchange, Exchanged, warm_up_alone
-from mlfabric.bench.train.settings import SECOND_MOMENT, StepSize
+from mlfabric.bench.train.exchange import Exchange, Exchanged, adam_settings, warm_up_alone
+from mlfabric.bench.train.settings import StepSize
 from mlfabric.bench.train.task import flat_weights
 from mlfabric.numerics import Vector
 from mlfabric.torch import join
@@ -21,7 +21,7 @@ class FabricExchange(Exchange):
     def __init__(self, model: Any, size: StepSize, options: Mapping[str, Any]) -> None:
         served = options["mode"] not in ("sync", "fastest", "rolling")
         chosen = {**WITHOUT_REPLICAS, **options} if served else dict(options)
-        optimizer = ("Adam", {"lr": size.lr, "betas": (size.momentum, SECOND_MOMENT)})
+        optimizer = ("Adam", adam_settings(size))
         self.module = model
         self.same_everywhere = chosen["mode"] == "sync"
         self.waits_for_its_turn = chosen["mode"] == "fastest"
