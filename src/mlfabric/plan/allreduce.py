@@ -289,15 +289,21 @@ def link_loads(network: Network, plan_form: str, shares: Sequence[HostShare]) ->
     return loads
 
 
+def longest_s(network: Network, form: str, shares: Sequence[HostShare], size_bytes: int) -> float:
+    """What the fullest link takes."""
+    takes_s = 0.0
+    for link, load in link_loads(network, form, shares).items():
+        if load > 0:
+            rate = network.capacity(link)
+            takes_s = max(takes_s, load * size_bytes / rate if rate > 0 else INF)
+    return takes_s
+
+
 def _with_prediction(
     network: Network, form: str, shares: tuple[HostShare, ...], size_bytes: int, reason: str
 ) -> AllReducePlan:
     """The plan with the time its fullest link takes."""
-    predicted_s = 0.0
-    for link, load in link_loads(network, form, shares).items():
-        if load > 0:
-            rate = network.capacity(link)
-            predicted_s = max(predicted_s, load * size_bytes / rate if rate > 0 else INF)
+    predicted_s = longest_s(network, form, shares, size_bytes)
     bound_s = _bound(network, form, shares, size_bytes)
     return AllReducePlan(form, shares, predicted_s, bound_s, 0, reason)
 

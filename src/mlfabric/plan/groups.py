@@ -7,12 +7,12 @@ nothing, and is what saves an uplink.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from mlfabric.plan.allreduce import HostShare, link_loads, plan_all_reduce, plan_plain
-from mlfabric.plan.staircase import INF
+from mlfabric.plan.allreduce import AllReducePlan, HostShare, longest_s, plan_all_reduce, plan_plain
 from mlfabric.topology import Network, Rack
 
 # Shares do not depend on the size; predictions are made for this one.
@@ -22,6 +22,13 @@ UNKNOWN_OVERSUBSCRIPTION: Final = 8
 # Learned rates are never quite equal, and unequal shares keep links less busy: to be worth it they have to be
 # expected to be faster by this factor.
 UNEVEN_COST: Final = 1.12
+# What was learned of a link's two directions is never quite equal either. Shares of sums and of results that
+# differ cut an array into nearly twice as many pieces, each with frames of its own between all ranks: they
+# have to be expected to be faster by this factor.
+SPLIT_COST: Final = 1.05
+# So does a share that is smaller than this part of an equal one, if others can carry it in nearly the time.
+SMALL_SHARE: Final = 0.5
+SMALL_SHARE_COST: Final = 1.02
 # Chunks of equal shares; of sums inside hosts first, which fill and empty once more; and where links are
 # unequal or racks sum first: a slow link gets its results back no sooner than all of a chunk has left it.
 CHUNK_BYTES: Final = 256 * 1024
@@ -54,9 +61,11 @@ class GroupPlan:
 def plan_group(network: Network, hosts: Sequence[str]) -> GroupPlan:
     """Shares for ranks that live on these hosts, in rank order."""
     network = _with_racks(network, hosts)
-    plan = plan_all_reduce(network, sorted(set(hosts)), NOMINAL_BYTES)
+    names = sorted(set(hosts))
+    plan = plan_all_reduce(network, names, NOMINAL_BYTES)
     if plan.form == "shares":
-        plain = plan_plain(network, sorted(set(hosts)), NOMINAL_BYTES)
+        plan = _in_few_pieces(network, names, plan)
+        plain = plan_plain(network, names, NOMINAL_BYTES)
         if UNEVEN_COST * plan.predicted_s > plain.predicted_s:
             plan = plain
     ranks: dict[str, list[int]] = {}
@@ -88,6 +97,33 @@ def plan_group(network: Network, hosts: Sequence[str]) -> GroupPlan:
     return GroupPlan(reduces, broadcasts, gathers, domains, chunk, plan.predicted_s, plan.reason)
 
 
+def _in_few_pieces(network: Network, names: Sequence[str], plan: AllReducePlan) -> AllReducePlan:
+    """The same shares of sums and of results, and none that is small, where that takes hardly longer."""
+    alike = []
+    for name in names:
+        host = network.hosts[name]
+        slower = min(host.up_bytes_per_s, host.down_bytes_per_s)
+        alike.append(replace(host, up_bytes_per_s=slower, down_bytes_per_s=slower))
+    same = plan_all_reduce(Network.of(alike, network.racks.values()), names, NOMINAL_BYTES)
+    if same.form == plan.form and same.predicted_s <= SPLIT_COST * plan.predicted_s:
+        plan = same
+    least = SMALL_SHARE / len(names)
+    large = [share for share in plan.shares if min(share.reduces, share.broadcasts) >= least]
+    x, y = math.fsum(share.reduces for share in large), math.fsum(share.broadcasts for share in large)
+    if not large:
+        return plan
+    shares = tuple(
+        replace(share, reduces=share.reduces / x, broadcasts=share.broadcasts / y)
+        if share in large
+        else replace(share, reduces=0.0, broadcasts=0.0)
+        for share in plan.shares
+    )
+    takes_s = longest_s(network, plan.form, shares, NOMINAL_BYTES)
+    if takes_s > SMALL_SHARE_COST * plan.predicted_s:
+        return plan
+    return replace(plan, shares=shares, predicted_s=takes_s)
+
+
 def predicted_time(network: Network, hosts: Sequence[str], plan: GroupPlan) -> float:
     """What a plan made earlier would take over the links as they are believed to be now."""
     network = _with_racks(network, hosts)
@@ -102,13 +138,7 @@ def predicted_time(network: Network, hosts: Sequence[str], plan: GroupPlan) -> f
             gathers=sofar.gathers + gathers,
         )
     in_racks = bool(plan.domains) and len(set(hosts)) == len(hosts)
-    loads = link_loads(network, "racks" if in_racks else "shares", tuple(by_host.values()))
-    times = [
-        load * NOMINAL_BYTES / network.capacity(link) if network.capacity(link) > 0 else INF
-        for link, load in loads.items()
-        if load > 0
-    ]
-    return max(times, default=0.0)
+    return longest_s(network, "racks" if in_racks else "shares", tuple(by_host.values()), NOMINAL_BYTES)
 
 
 def _with_racks(network: Network, hosts: Sequence[str]) -> Network:
