@@ -38,6 +38,8 @@ EAGER_AHEAD = 16
 # An operation that follows others goes by what was announced of the one so many before it. Nobody is further
 # ahead of the slowest rank than that, so little comes for operations that have not been called.
 BEHIND = 2
+# They overlap, so links are busy without chunks, and each frame costs: chunks are no smaller than this.
+FOLLOWING_CHUNK_BYTES = 256 * 1024
 
 Done = Callable[[str | None], None]
 
@@ -214,13 +216,16 @@ class Group:
             buffers, segments = operation.prepare(everybody)
         else:
             segments = operation.segments(shares)
+        chunk_bytes = shares.chunk_bytes
+        if operation.follows:
+            chunk_bytes = max(chunk_bytes, FOLLOWING_CHUNK_BYTES)
         running.exchange = Exchange(
             self.rank,
             segments,
             buffers,
             operation.combine,
-            shares.chunk_bytes,
-            window_for(self.size, shares.chunk_bytes),
+            chunk_bytes,
+            window_for(self.size, chunk_bytes),
             self._staging,
             operation.answers,
         )

@@ -180,6 +180,11 @@ class Switchboard:
                 total += running.exchange.bytes_to_come
         return total
 
+    @property
+    def overlapping(self) -> bool:
+        """Whether all that runs are operations that follow each other: while one waits, another moves."""
+        return all(running.operation.follows for _, running in self._order)
+
     # --- frames out -------------------------------------------------------------------------------------
 
     def next_frame(self, peer: str, pressed: bool = False) -> OutFrame | None:

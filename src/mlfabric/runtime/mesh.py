@@ -34,6 +34,8 @@ GAUGE_S = 0.005
 # The rest shrinks with the square of what is still to come, from so many bytes on: an operation waits for
 # several turns of several hosts, which counts the more the shorter it is.
 HURRY_BYTES = 4 * 2**20
+# Operations that follow each other overlap: what one waits is not lost, and waking up costs more than that.
+OVERLAPPED_REST_S = 0.004
 
 LinkEnd = Closed | Refused | WireError | OSError
 
@@ -218,7 +220,10 @@ class Mesh:
         to_come = self.board.bulk_to_come
         if not to_come or not self._fastest or self._readable:
             return 0.0
-        rest_s = min(REST_S * min(1.0, to_come / HURRY_BYTES) ** 2, RESTED_BYTES / self._fastest)
+        rest_s = REST_S * min(1.0, to_come / HURRY_BYTES) ** 2
+        if self.board.overlapping:
+            rest_s = max(rest_s, OVERLAPPED_REST_S)
+        rest_s = min(rest_s, RESTED_BYTES / self._fastest)
         return rest_s if rest_s >= LEAST_REST_S else 0.0
 
     def resume(self) -> None:
