@@ -99,7 +99,7 @@ def test_rolling_is_judged_by_the_common_model_dealt_over_the_ranks(
     assert (exchange.weights() == 7.0).all()  # what the module holds is ahead of it
     training: Any = exchange.training
     assert training.options == {"timeout": 300.0, **ENTRIES[contender].options}
-    assert training.optimizer == ("Adam", {"lr": 0.01, "betas": (0.9, 0.99)})
+    assert training.optimizer == ("Adam", {"lr": 0.01, "betas": (0.9, 0.99), "fused": True})
 
 
 def test_others_of_ours_are_judged_by_what_the_module_holds(monkeypatch: pytest.MonkeyPatch) -> None:
