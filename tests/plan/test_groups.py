@@ -64,5 +64,5 @@ def test_few_pieces_take_hardly_longer_than_the_bound(rates: list[tuple[float, f
     assert abs(sum(plan.reduces) - 1) < 1e-9
     assert abs(sum(plan.broadcasts) - 1) < 1e-9
     bound_s = lower_bound([up for up, _ in rates], [down for _, down in rates], NOMINAL_BYTES)
-    most = max(SPLIT_COST * SMALL_SHARE_COST * UNEVEN_COST, UNEVEN_COST)
+    most = SPLIT_COST * SMALL_SHARE_COST * UNEVEN_COST
     assert predicted_time(network, hosts, plan) <= most * bound_s * (1 + 1e-9)

@@ -83,7 +83,7 @@ class FlatModel:
         return update
 
     def _collect(self, vector: torch.Tensor) -> None:
-        """Put gradients into place; a parameter without one has none that is zero."""
+        """Put gradients into place; zeros for a parameter that has none."""
         at = 0
         for parameter in self.parameters:
             place = vector[at : at + parameter.numel()].view_as(parameter)
