@@ -26,7 +26,7 @@ from mlfabric.sim.results import simulate
 
 HERE = Path(__file__).parent
 SCENARIO = "dynamic-stragglers"
-POLICIES = ("ring", "fcfs-1", "uniform-shards", "allreduce", "backup", "mlfabric-alongside")
+POLICIES = ("ring", "fcfs-1", "uniform-shards", "allreduce", "backup", "mlfabric-alongside", "rolling")
 TOO_LONG = {("backup", 4096)}  # over a quarter of an hour of a processor
 # Virtual seconds: fewer where a second holds more updates.
 SIZES = {8: 60.0, 16: 60.0, 32: 60.0, 64: 60.0, 256: 30.0, 1024: 20.0, 4096: 10.0}
@@ -38,6 +38,7 @@ IN_THE_LAB = {
     "allreduce": ("mlfabric-sync", (8, 16)),
     "backup": ("mlfabric-fastest", (8,)),
     "mlfabric-alongside": ("mlfabric-alongside", (8,)),
+    "rolling": ("mlfabric-rolling", (8,)),
 }
 LAB_S = 60.0
 

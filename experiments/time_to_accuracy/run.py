@@ -139,7 +139,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--contenders", nargs="+", help="instead of those of the settings")
     parser.add_argument("--seeds", type=int, nargs="+", help="instead of those of the settings")
     parser.add_argument("--again", action="store_true", help="make runs that do not count once more")
-    parser.add_argument("--abreast", type=int, default=1, help="so many runs of others than ours at a time")
+    parser.add_argument(
+        "--abreast", type=int, default=1, help="so many runs at a time of those that leave processors idle"
+    )
     parser.add_argument("--list", action="store_true", help="only say what is left")
     parser.add_argument(
         "--out", type=Path, help=f"whole runs; else {OUT}, and there a folder for other settings"

@@ -114,7 +114,9 @@ def test_run_stopped_sooner_than_it_would_be_now_is_made_again(tmp_path: Path) -
     assert again.made == [("mlfabric-async", 2), ("gloo", 2)]
 
 
-def test_others_are_run_side_by_side_after_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ours_and_then_others_are_run_side_by_side_after_the_heavy_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs, begun = Runs(), list[Apart]()
     at_once: list[list[int]] = []
 
@@ -126,13 +128,16 @@ def test_others_are_run_side_by_side_after_ours(tmp_path: Path, monkeypatch: pyt
         at_once.append([run.settings.seed for run in begun if run.asked < run.settings.seed])
 
     monkeypatch.setattr("time.sleep", look)
-    wish = msgspec.structs.replace(WISH, seeds=(3, 2, 5, 4))
+    seeds = (3, 2, 5, 4)
+    wish = msgspec.structs.replace(WISH, contenders=(*WISH.contenders, "mlfabric-rolling"), seeds=seeds)
     outcome = carry_out(wish, tmp_path, runs.make, read, quiet=True, abreast=Abreast(2, begin))
-    assert runs.made[:4] == [("mlfabric-async", seed) for seed in (3, 2, 5, 4)]
-    assert [run.settings.seed for run in begun] == [3, 2, 5, 4]
-    assert at_once == [[3, 2], [5, 4], [5, 4], [5, 4]]
-    assert runs.stops[4:] == [10.0, 15.0, 25.0, 20.0]  # five times what ours took with the same seed
-    assert len(outcome.results) == 8
+    assert runs.made[:4] == [("mlfabric-rolling", seed) for seed in seeds]
+    assert [(run.settings.contender, run.settings.seed) for run in begun] == [
+        (contender, seed) for contender in ("mlfabric-async", "gloo") for seed in seeds
+    ]
+    assert at_once == [[3, 2], [5, 4], [5, 4], [5, 4]] * 2
+    assert runs.stops[4:] == [10.0, 15.0, 25.0, 20.0] * 2  # five times what ours took with the same seed
+    assert len(outcome.results) == 12
     assert all(run.ended for run in begun)
 
 
@@ -143,8 +148,9 @@ def test_runs_side_by_side_are_all_broken_off_together(tmp_path: Path) -> None:
         begun.append(Apart(runs, settings, folder, stop_s))
         return begun[-1]
 
+    wish = msgspec.structs.replace(WISH, contenders=("mlfabric-rolling", "gloo"))
     with pytest.raises(KeyboardInterrupt):
-        carry_out(WISH, tmp_path, runs.make, read, quiet=True, abreast=Abreast(2, begin))
+        carry_out(wish, tmp_path, runs.make, read, quiet=True, abreast=Abreast(2, begin))
     assert [run.ended for run in begun] == [True, True]
 
 

@@ -6,8 +6,8 @@ go first: who is not at the target after five times what the best of ours took i
 does not keep the others from being made.
 
 Contenders that leave most of the processors idle may be run side by side, each in a lab of its own
-(`abreast`). Ours are run before, one at a time. How busy the processors were, by which a run counts, is told
-of the whole machine, so of all runs that shared it.
+(`abreast`): first ours, then the others. Those that do not are run before, one at a time. How busy the
+processors were, by which a run counts, is told of the whole machine, so of all runs that shared it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ BeginRun = Callable[[RunSettings, Path, float], RunApart]
 
 
 class Abreast(msgspec.Struct, frozen=True):
-    """How many of the others' runs are made at a time, and how one is begun."""
+    """How many runs are made at a time, where they leave processors idle, and how one is begun."""
 
     most: int
     begin: BeginRun
@@ -180,7 +180,8 @@ def carry_out(
     results = {result.settings: result for result in done}
     failures: list[Failure] = []
     in_turn = sorted(to_do, key=_ours_first(wish))
-    together = [run for run in in_turn if not find_entry(run.contender).ours] if abreast is not None else []
+    alone = [run for run in in_turn if abreast is None or find_entry(run.contender).heavy]
+    together = [run for run in in_turn if run not in alone]
     with _Progress(to_do, quiet) as progress:
 
         def take(settings: RunSettings, get: Callable[[], RunResult]) -> None:
@@ -193,19 +194,20 @@ def carry_out(
                 results[settings] = result
                 progress.end(result)
 
-        for settings in in_turn:
-            if settings not in together:
-                stop_s = stop_after(settings, results.values())
-                progress.begin(settings)
-                take(settings, partial(make, settings, settings.folder(root), stop_s, progress.at))
+        for settings in alone:
+            stop_s = stop_after(settings, results.values())
+            progress.begin(settings)
+            take(settings, partial(make, settings, settings.folder(root), stop_s, progress.at))
         if abreast is not None:
-            stops = {settings: stop_after(settings, results.values()) for settings in together}
 
             def begin(settings: RunSettings) -> RunApart:
                 progress.begin(settings)
-                return abreast.begin(settings, settings.folder(root), stops[settings])
+                stop_s = stop_after(settings, results.values())
+                return abreast.begin(settings, settings.folder(root), stop_s)
 
-            _side_by_side(together, begin, abreast.most, take)
+            for ours in (True, False):
+                these = [run for run in together if find_entry(run.contender).ours == ours]
+                _side_by_side(these, begin, abreast.most, take)
     return Outcome([results[settings] for settings in runs if settings in results], failures)
 
 

@@ -54,8 +54,7 @@ def command(
     abreast: Annotated[
         int,
         typer.Option(
-            help="So many runs at a time of contenders that are not ours, each in a lab of its own: "
-            "where the processors are mostly idle."
+            help="So many runs at a time of contenders that leave processors idle, each in a lab of its own."
         ),
     ] = 1,
     virtual: Annotated[

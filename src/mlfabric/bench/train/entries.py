@@ -21,6 +21,7 @@ class Entry(msgspec.Struct, frozen=True):
     options: dict[str, Any] = {}
     step_size: StepSize = StepSize(0.001, 0.9)  # where no tuning has chosen another
     ours: bool = False
+    heavy: bool = False  # keeps two processors more than half busy, so that nothing is run beside it
     policy: str = ""  # of the simulator, that predicts it; empty: none does
 
 
@@ -89,6 +90,7 @@ ENTRIES: Final[dict[str, Entry]] = {
         "fabric",
         {"mode": "rolling"},
         ours=True,
+        heavy=True,
         policy="rolling",
     ),
     "mlfabric-fastest": Entry(
@@ -123,6 +125,7 @@ ENTRIES: Final[dict[str, Entry]] = {
         "fabric",
         {"mode": "rolling", "codec": "float16"},
         ours=True,
+        heavy=True,
     ),
     "mlfabric-async-fp16": Entry(
         "mlfabric-async, float16", "compressed", "fabric", {"mode": "async", "codec": "float16"}, ours=True
@@ -146,6 +149,7 @@ ENTRIES: Final[dict[str, Entry]] = {
         "infrequent",
         "hivemind",
         {"local_steps": 8},
+        heavy=True,
     ),
     "mlfabric-rolling-local": Entry(
         "local steps, and averages of how far each worker has come that roll on",
@@ -153,6 +157,7 @@ ENTRIES: Final[dict[str, Entry]] = {
         "fabric",
         {"mode": "rolling", "local_steps": 1},
         ours=True,
+        heavy=True,
     ),
     "mlfabric-local": Entry(
         "8 local steps, then the outer step at the servers",

@@ -14,7 +14,8 @@ import subprocess
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -101,7 +102,7 @@ class Watch:
             self._next_s = seconds + self._pause_s
             self._told(seconds)
             if self._looking is None or not self._looking.is_alive():
-                self._looking = threading.Thread(target=self._look_without_haste, daemon=True)
+                self._looking = threading.Thread(target=self._look, daemon=True)
                 self._looking.start()
         self.early = self._in_a_row >= LOOKS_IN_A_ROW
         if (self._folder / DIVERGED).exists():
@@ -114,11 +115,11 @@ class Watch:
             self._looking.join()
         return True
 
-    def _look_without_haste(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
-        self._look()
-
     def _look(self) -> None:
+        with without_haste():
+            self._look_at_newest()
+
+    def _look_at_newest(self) -> None:
         newest = max(self._snapshots.glob("*.npy"), default=None) if self._snapshots.exists() else None
         if newest is None or newest.name == self._seen:
             return
@@ -130,6 +131,19 @@ class Watch:
         self._pause_s = LOOK_EVERY_S * (1 + max(missing, 0.0) / FAR)
         good = fmean(self._looks) >= max(self._settings.targets) + LOOK_MARGIN
         self._in_a_row = self._in_a_row + 1 if good and len(self._looks) == QUARTERS else 0
+
+
+@contextmanager
+def without_haste() -> Iterator[None]:
+    """At lowest priority, with the threads that this one begins: no run's worker waits for a processor."""
+    thread = threading.get_native_id()
+    before = os.getpriority(os.PRIO_PROCESS, thread)
+    os.setpriority(os.PRIO_PROCESS, thread, LOWEST_PRIORITY)
+    try:
+        yield
+    finally:
+        with suppress(PermissionError):  # only root may go back
+            os.setpriority(os.PRIO_PROCESS, thread, before)
 
 
 def make_run(
@@ -146,7 +160,8 @@ def make_run(
     """
     measured = _measure(settings, folder, data_folder, stop_s, told)
     torch.set_num_threads(os.cpu_count() or 1)
-    result = read_result(measured, folder / "run", Fashion(data_folder))
+    with without_haste():
+        result = read_result(measured, folder / "run", Fashion(data_folder))
     write_record(folder / RESULT, result)
     shutil.rmtree(folder / "run" / "snapshots")
     (folder / MEASURED).unlink()
@@ -215,9 +230,14 @@ def runs_abreast(most: int, data_folder: Path) -> Abreast | None:
 
 
 def measure_ordered(order: Order) -> None:
-    """What the process of an `ApartRun` does. Its workers load without taking processors from other runs."""
+    """What the process of an `ApartRun` does.
+
+    Its workers load without taking processors from other runs; not ours, as their engines' processes would
+    stay at the priority they began with.
+    """
     stop_s = math.inf if order.stop_s is None else order.stop_s
-    _measure(order.settings, Path(order.folder), Path(order.data), stop_s, gently=True)
+    gently = not find_entry(order.settings.contender).ours
+    _measure(order.settings, Path(order.folder), Path(order.data), stop_s, gently=gently)
 
 
 def _run_in_lab(
