@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))  # so that runs under way are ended, and their labs
     settings = load(given.settings)
-    own = "" if given.settings == HERE / "settings.toml" else given.settings.stem
+    own = "" if given.settings.resolve() == HERE / "settings.toml" else given.settings.stem
     out, results = given.out or OUT / own, given.results or HERE / "results" / own
     if given.seeds:
         settings = msgspec.structs.replace(settings, seeds=tuple(given.seeds), few_seeds=())
