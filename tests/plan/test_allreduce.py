@@ -124,6 +124,33 @@ def test_shares_reach_the_bound_on_unequal_up_and_down_links() -> None:
         check(plan, network)
 
 
+def test_shares_are_alike_where_links_have_room_to_spare_whatever_is_believed_of_them() -> None:
+    believed = [0.7, 1.2, 1.0, 0.8, 1.1, 0.9, 1.0]
+    hosts = [Host(f"h{i}", 1e8 * share, 1e8 * share) for i, share in enumerate(believed)]
+    network = Network.of([*hosts, Host("slow", 2.5e7, 2.5e7)])
+    plan = plan_all_reduce(network, list(network.hosts), SIZE)
+    assert plan.form == "shares"
+    assert plan.predicted_s == pytest.approx(SIZE / 2.5e7)
+    for host in hosts:
+        share = plan.share(host.name)
+        assert (share.reduces, share.broadcasts) == pytest.approx((1 / 7, 1 / 7))
+    assert plan.share("slow").reduces == plan.share("slow").broadcasts == 0
+
+
+def test_of_room_to_spare_each_share_leaves_half() -> None:
+    """Four hosts of a half sum less than those of one, but no more than would fill them."""
+    hosts = [Host(f"h{i}", rate, rate) for i, rate in enumerate([1e8] * 3 + [4e7] * 4 + [2e7])]
+    network = Network.of(hosts)
+    plan = plan_all_reduce(network, list(network.hosts), SIZE)
+    room = [max(0.0, SIZE / 2e7 * host.up_bytes_per_s / SIZE - 1) / 6 for host in hosts]
+    most = [each * (1 + 1 / sum(room)) / 2 for each in room]
+    shares = [plan.share(host.name).broadcasts for host in hosts]
+    assert sum(shares) == pytest.approx(1)
+    level = max(shares)
+    assert shares == pytest.approx([min(level, each) for each in most])
+    assert level > most[4] > 0
+
+
 def test_idle_hosts_bring_the_time_to_the_bound() -> None:
     for seed in range(1500):
         draw = random.Random(seed)

@@ -426,6 +426,50 @@ def test_a_full_uplink_is_seen_by_its_queue_though_nothing_waits_to_be_sent() ->
     assert host.rates.up.rate == pytest.approx(SLOW, rel=0.01)
 
 
+def in_bursts(host: Host, looks: int, all_along: Sequence[int], rate: float) -> None:
+    """All flows send at a rate together, those that are named all along, the others for half of the time."""
+    for _ in range(looks):
+        host.now += TICK_S
+        for index, flow in enumerate(host.flows):
+            flow.busy_us += round((1.0 if index in all_along else 0.5) * TICK_S * 1e6)
+            flow.acked_bytes += int(rate * TICK_S / 7)
+        host.look()
+
+
+@pytest.mark.parametrize("all_along", [(2,), (3,), (2, 3)])
+def test_an_uplink_is_not_slow_where_only_few_flows_have_bytes_to_send_all_along(
+    all_along: tuple[int, ...],
+) -> None:
+    host = Host()
+    host.send(0.5, FAST, backlogged=7)
+    for index, flow in enumerate(host.flows):
+        flow.queued_us = 45_000 if index == 3 else 12_000  # that one waits at a slow receiver, too
+    in_bursts(host, 40, all_along, 0.4 * FAST)
+    assert host.rates.up.rate == pytest.approx(FAST, rel=0.01)
+
+
+def test_an_uplink_is_slow_where_enough_flows_have_bytes_to_send_all_along() -> None:
+    host = Host()
+    host.send(0.5, FAST, backlogged=7)
+    for flow in host.flows:
+        flow.queued_us = 12_000
+    in_bursts(host, 40, (0, 2, 5), 0.6 * FAST)
+    assert host.rates.up.rate == pytest.approx(0.6 * FAST, rel=0.01)
+
+
+@pytest.mark.parametrize(("waits_us", "more"), [(35_000, False), (200, True)])
+def test_no_more_is_believed_of_an_uplink_where_the_last_bytes_of_an_operation_wait(
+    waits_us: int, more: bool
+) -> None:
+    host = Host()
+    host.send(1.0, SLOW, backlogged=7)
+    for flow in host.flows[:2]:
+        flow.queued_us = waits_us
+    host.carry(40, SLOW, flows=2)
+    assert host.rates.up.rate is not None
+    assert (host.rates.up.rate > 1.1 * SLOW) is more
+
+
 def test_samples_from_before_a_pause_do_not_count() -> None:
     host = Host()
     host.send(2.5 * SAMPLE_S + BEGINNING_S, FAST, backlogged=7)

@@ -150,7 +150,7 @@ def _plan_shares(
     from_idle = max(0.0, 1 - sum(room_up), 1 - sum(room_down))
     lend = min(1.0, from_idle / sum(lent)) if sum(lent) > 0 else 0.0
     z = [share * lend for share in lent]
-    y, x = _scaled(room_up, 1 - sum(z)), _scaled(room_down, 1 - sum(z))
+    y, x = _even(room_up, 1 - sum(z)), _even(room_down, 1 - sum(z))
     shares = [HostShare(name, x[i], y[i]) for i, name in enumerate(workers)]
     shares += [
         HostShare(name, share, share, idle=True)
@@ -163,10 +163,22 @@ def _plan_shares(
     return _with_prediction(network, "shares", ordered, size_bytes, reason)
 
 
-def _scaled(room: Sequence[float], total: float) -> list[float]:
-    """Shares within the room that sum to `total`; room that is just too small by rounding is stretched."""
+def _even(room: Sequence[float], total: float) -> list[float]:
+    """Shares that sum to `total`, as like each other as the room allows: a slow host passes its bytes on
+    soonest if all others take as much of them, and what is believed of links is never quite right. Of room to
+    spare each share leaves half, for the same reason. Too small a room by rounding is stretched."""
     whole = math.fsum(room)
-    return [total * r / whole for r in room] if whole > 0 else [total / len(room)] * len(room)
+    if whole <= 0:
+        return [total / len(room)] * len(room)
+    most = [r * (1 + total / whole) / 2 if whole > total else r * total / whole for r in room]
+    level, left = max(most), total
+    for taken, share in enumerate(sorted(most)):
+        even = left / (len(most) - taken)
+        if share >= even:
+            level = even
+            break
+        left -= share
+    return [min(share, level) for share in most]
 
 
 # -- racks
@@ -203,11 +215,13 @@ def plan_in_racks(network: Network, workers: Sequence[str], size_bytes: int) -> 
         max(0.0, _root_room(inside, uplink, size_bytes, len(names), time_s))
         for inside, uplink in zip(members, uplinks, strict=True)
     ]
-    roots = _scaled([min(1.0, room) for room in rooms], 1.0)
+    roots = _even([min(1.0, room) for room in rooms], 1.0)
     shares = []
     for rack, root in zip(names, roots, strict=True):
+        moved = len(racks[rack]) - 1 + (len(names) - 2) * root  # for a share of one
         left = [max(0.0, time_s * rates[name] / size_bytes - 1) for name in racks[rack]]
-        for name, z in zip(racks[rack], _scaled(left, 1.0), strict=True):
+        room = [each / moved if moved else 1.0 for each in left]
+        for name, z in zip(racks[rack], _even(room, 1.0), strict=True):
             shares.append(HostShare(name, z * root, z * root, gathers=z))
     ordered = tuple(sorted(shares, key=lambda share: share.host))
     return _with_prediction(network, "racks", ordered, size_bytes, "racks first, then between racks")

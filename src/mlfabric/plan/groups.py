@@ -26,8 +26,9 @@ UNEVEN_COST: Final = 1.12
 # differ cut an array into nearly twice as many pieces, each with frames of its own between all ranks: they
 # have to be expected to be faster by this factor.
 SPLIT_COST: Final = 1.05
-# So does a share that is smaller than this part of an equal one, if others can carry it in nearly the time.
-SMALL_SHARE: Final = 0.5
+# So does a share that is smaller than this part of an equal one, if others can carry it in nearly the time;
+# if they can't carry all of those, then those that are smaller than the next part.
+SMALL_SHARES: Final = (0.9, 0.5)
 SMALL_SHARE_COST: Final = 1.02
 # Chunks of equal shares; of sums inside hosts first, which fill and empty once more; and where links are
 # unequal or racks sum first: a slow link gets its results back no sooner than all of a chunk has left it.
@@ -107,21 +108,26 @@ def _in_few_pieces(network: Network, names: Sequence[str], plan: AllReducePlan) 
     same = plan_all_reduce(Network.of(alike, network.racks.values()), names, NOMINAL_BYTES)
     if same.form == plan.form and same.predicted_s <= SPLIT_COST * plan.predicted_s:
         plan = same
-    least = SMALL_SHARE / len(names)
+    for part in SMALL_SHARES:
+        without = _without_small(plan, part / len(names))
+        takes_s = longest_s(network, plan.form, without, NOMINAL_BYTES)
+        if takes_s <= SMALL_SHARE_COST * plan.predicted_s:
+            return replace(plan, shares=without, predicted_s=takes_s)
+    return plan
+
+
+def _without_small(plan: AllReducePlan, least: float) -> tuple[HostShare, ...]:
+    """Its shares, none of them smaller than the least."""
     large = [share for share in plan.shares if min(share.reduces, share.broadcasts) >= least]
     x, y = math.fsum(share.reduces for share in large), math.fsum(share.broadcasts for share in large)
     if not large:
-        return plan
-    shares = tuple(
+        return plan.shares
+    return tuple(
         replace(share, reduces=share.reduces / x, broadcasts=share.broadcasts / y)
         if share in large
         else replace(share, reduces=0.0, broadcasts=0.0)
         for share in plan.shares
     )
-    takes_s = longest_s(network, plan.form, shares, NOMINAL_BYTES)
-    if takes_s > SMALL_SHARE_COST * plan.predicted_s:
-        return plan
-    return replace(plan, shares=shares, predicted_s=takes_s)
 
 
 def predicted_time(network: Network, hosts: Sequence[str], plan: GroupPlan) -> float:

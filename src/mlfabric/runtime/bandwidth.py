@@ -37,6 +37,8 @@ SAME_QUEUE = 0.45
 LATE_S = 0.06
 # An uplink that had nothing to send for more than this share of the time was not the limit.
 LEAST_BUSY = 0.85
+# So many of the flows must have had something to send all along: one alone may wait at its receiver.
+ENOUGH_FLOWS = 1 / 3
 # A rate is taken over at least this long, without the beginning, in which TCP finds its window.
 SAMPLE_S = 0.04
 BEGINNING_S = 0.02
@@ -55,9 +57,9 @@ FALL = 0.5
 UPLINK_FREE = 0.75
 # An uplink that carries so much of what is believed of it for so long, while hardly ever anything waits here
 # (at so many of the looks at most), can carry more: so many times as much is believed of it then.
-USED_UP = 0.7
+USED_UP = 0.5
 TRY_S = 0.25
-HINDERED = 0.15
+HINDERED = 0.3
 TRY = 1.25
 # What a peer said of us holds this long, as long as more of the same bytes come; a slow link brings its next
 # word late.
@@ -227,7 +229,8 @@ class HostRates(Generic[Flow]):
         full = up_limits and comparable and self._kept_busy(now, flows, used)
         self.up.look(now, self._acked, full)
         self.down.look(now, self._received, down_limits and comparable)
-        self._try(now, up_limits or down_limits or held_back)
+        waits = full or (comparable and self._seems_to_wait(now, flows, near))
+        self._try(now, waits or down_limits or held_back)
         free = not up_limits and self._uplink_is_free(now, self._acked)
         waited = self._backlog if free and not held_back else set()
         self._seen, self._used, self._backlog = dict(flows), used or self._used, backlog
@@ -284,11 +287,26 @@ class HostRates(Generic[Flow]):
             self._received += flow.received_bytes - before.received_bytes
 
     def _kept_busy(self, now: float, flows: Mapping[Flow, FlowState], used: set[Flow]) -> bool:
-        """Whether the kernel had bytes to send all the time since the last look."""
+        """Whether the kernel had bytes to send all the time since the last look, for enough of those flows
+        whose packets wait nowhere but here: one to a slow receiver has bytes on their way all along."""
         if self._last is None:
             return False
-        longest = max((flows[key].busy_us - self._seen[key].busy_us for key in used), default=0)
-        return longest >= LEAST_BUSY * 1e6 * (now - self._last[0])
+        waits = [flow.queued_us for key in used if (flow := flows[key]).queued_us is not None]
+        most = median(waits) / SAME_QUEUE if waits else 0
+        ours = [key for key in used if (flows[key].queued_us or 0) <= most]
+        busy = sorted((flows[key].busy_us - self._seen[key].busy_us for key in ours), reverse=True)
+        if not busy:
+            return False
+        return busy[int(ENOUGH_FLOWS * len(busy))] >= LEAST_BUSY * 1e6 * (now - self._last[0])
+
+    def _seems_to_wait(self, now: float, flows: Mapping[Flow, FlowState], near: set[Flow]) -> bool:
+        """Whether the packets of all that had bytes on their way all the time wait, several of them: perhaps
+        at our own uplink, though they are too few to tell."""
+        assert self._last is not None
+        least_us = LEAST_BUSY * 1e6 * (now - self._last[0])
+        busy = [key for key in near if flows[key].busy_us - self._seen[key].busy_us >= least_us]
+        waits = [flow.queued_us for key in busy if (flow := flows[key]).queued_us is not None]
+        return len(waits) > 1 and min(waits) >= max(QUEUED_US, SAME_QUEUE * median(waits))
 
     def _uplink_is_free(self, now: float, acked: int) -> bool:
         if self._last is None or self.up.rate is None or now <= self._last[0]:
