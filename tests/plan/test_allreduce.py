@@ -138,11 +138,11 @@ def test_shares_are_alike_where_links_have_room_to_spare_whatever_is_believed_of
 
 
 def test_of_room_to_spare_each_share_leaves_half() -> None:
-    """Four hosts of a half sum less than those of one, but no more than would fill them."""
+    """The four hosts of middling links sum less than the three of fast ones, and the slow one nothing."""
     hosts = [Host(f"h{i}", rate, rate) for i, rate in enumerate([1e8] * 3 + [4e7] * 4 + [2e7])]
     network = Network.of(hosts)
     plan = plan_all_reduce(network, list(network.hosts), SIZE)
-    room = [max(0.0, SIZE / 2e7 * host.up_bytes_per_s / SIZE - 1) / 6 for host in hosts]
+    room = [(host.up_bytes_per_s / 2e7 - 1) / 6 for host in hosts]
     most = [each * (1 + 1 / sum(room)) / 2 for each in room]
     shares = [plan.share(host.name).broadcasts for host in hosts]
     assert sum(shares) == pytest.approx(1)

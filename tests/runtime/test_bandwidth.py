@@ -323,11 +323,17 @@ def test_small_differences_of_probes_are_noise() -> None:
     assert rates.up.rate == FAST
 
 
-def test_a_sender_most_of_whose_receivers_are_slow_is_not_taken_for_slow() -> None:
+def known_as_fast(queued_us: Sequence[int]) -> Host:
+    """A host whose uplink was learned, and whose packets wait as long as said from now on."""
     host = Host()
     host.send(0.5, FAST, backlogged=7)
-    for index, flow in enumerate(host.flows):
-        flow.queued_us = 30_000 if index < 5 else 200
+    for flow, waits_us in zip(host.flows, queued_us, strict=True):
+        flow.queued_us = waits_us
+    return host
+
+
+def test_a_sender_most_of_whose_receivers_are_slow_is_not_taken_for_slow() -> None:
+    host = known_as_fast([30_000] * 5 + [200] * 2)
     for _ in range(20):  # the bytes of five wait on their way, those of two get through at once
         for flow in host.flows[5:]:
             flow.acked_bytes += 20_000
@@ -336,18 +342,13 @@ def test_a_sender_most_of_whose_receivers_are_slow_is_not_taken_for_slow() -> No
 
 
 def test_an_uplink_in_whose_queue_all_wait_is_slow() -> None:
-    host = Host()
-    host.send(0.5, FAST, backlogged=7)
-    for flow in host.flows:
-        flow.queued_us = 30_000
+    host = known_as_fast([30_000] * 7)
     host.send(0.5, SLOW, backlogged=5)
     assert host.rates.up.rate == pytest.approx(SLOW, rel=0.01)
 
 
-def small_operations(host: Host, seconds: float, queued_us: Sequence[int]) -> None:
-    """All flows send at a slow rate, bytes wait for two peers at a time, packets as long as said."""
-    for flow, waits_us in zip(host.flows, queued_us, strict=True):
-        flow.queued_us = waits_us
+def small_operations(host: Host, seconds: float) -> None:
+    """All flows send at a slow rate, bytes wait for two peers at a time."""
     for tick in range(round(seconds / TICK_S)):
         host.now += TICK_S
         for index, flow in enumerate(host.flows):
@@ -358,16 +359,14 @@ def small_operations(host: Host, seconds: float, queued_us: Sequence[int]) -> No
 
 
 def test_small_operations_tell_of_an_uplink_in_whose_queue_all_wait() -> None:
-    host = Host()
-    host.send(0.5, FAST, backlogged=7)
-    small_operations(host, 0.5, [30_000, 31_000, 42_000, 28_000, 35_000, 55_000, 30_000])
+    host = known_as_fast([30_000, 31_000, 42_000, 28_000, 35_000, 55_000, 30_000])
+    small_operations(host, 0.5)
     assert host.rates.up.rate == pytest.approx(SLOW, rel=0.01)
 
 
 def test_packets_that_wait_in_queues_of_their_own_do_not_blame_our_uplink() -> None:
-    host = Host()
-    host.send(0.5, FAST, backlogged=7)
-    small_operations(host, 0.5, [30_000, 31_000, 42_000, 3_000, 35_000, 55_000, 30_000])
+    host = known_as_fast([30_000, 31_000, 42_000, 3_000, 35_000, 55_000, 30_000])
+    small_operations(host, 0.5)
     assert host.rates.up.rate == pytest.approx(FAST, rel=0.01)
 
 
@@ -440,19 +439,13 @@ def in_bursts(host: Host, looks: int, all_along: Sequence[int], rate: float) -> 
 def test_an_uplink_is_not_slow_where_only_few_flows_have_bytes_to_send_all_along(
     all_along: tuple[int, ...],
 ) -> None:
-    host = Host()
-    host.send(0.5, FAST, backlogged=7)
-    for index, flow in enumerate(host.flows):
-        flow.queued_us = 45_000 if index == 3 else 12_000  # that one waits at a slow receiver, too
+    host = known_as_fast([12_000] * 3 + [45_000] + [12_000] * 3)  # that one waits at a slow receiver, too
     in_bursts(host, 40, all_along, 0.4 * FAST)
     assert host.rates.up.rate == pytest.approx(FAST, rel=0.01)
 
 
 def test_an_uplink_is_slow_where_enough_flows_have_bytes_to_send_all_along() -> None:
-    host = Host()
-    host.send(0.5, FAST, backlogged=7)
-    for flow in host.flows:
-        flow.queued_us = 12_000
+    host = known_as_fast([12_000] * 7)
     in_bursts(host, 40, (0, 2, 5), 0.6 * FAST)
     assert host.rates.up.rate == pytest.approx(0.6 * FAST, rel=0.01)
 

@@ -170,7 +170,8 @@ def _even(room: Sequence[float], total: float) -> list[float]:
     whole = math.fsum(room)
     if whole <= 0:
         return [total / len(room)] * len(room)
-    most = [r * (1 + total / whole) / 2 if whole > total else r * total / whole for r in room]
+    needed = total / whole  # of each room, if all are used alike
+    most = [r * max(needed, (1 + needed) / 2) for r in room]
     level, left = max(most), total
     for taken, share in enumerate(sorted(most)):
         even = left / (len(most) - taken)

@@ -16,7 +16,7 @@ link carries it can carry.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Generic, TypeVar
@@ -225,11 +225,12 @@ class HostRates(Generic[Flow]):
         self._count(flows)
         # What went over other links since the last look says nothing of how full these were.
         same = used == self._used and flows.keys() == self._seen.keys()
-        comparable = same and self._last is not None and now - self._last[0] <= LATE_S
-        full = up_limits and comparable and self._kept_busy(now, flows, used)
+        past = now - self._last[0] if self._last is not None else float("inf")
+        comparable = same and past <= LATE_S
+        full = up_limits and comparable and self._kept_busy(past, flows, used)
         self.up.look(now, self._acked, full)
         self.down.look(now, self._received, down_limits and comparable)
-        waits = full or (comparable and self._seems_to_wait(now, flows, near))
+        waits = full or (comparable and self._seems_to_wait(past, flows, near))
         self._try(now, waits or down_limits or held_back)
         free = not up_limits and self._uplink_is_free(now, self._acked)
         waited = self._backlog if free and not held_back else set()
@@ -264,12 +265,8 @@ class HostRates(Generic[Flow]):
         Whether bytes wait to be sent, too, says little: of small operations the kernel has sent all, and what
         waits is in the queue already. Where nothing is known of packets, it has to do.
         """
-        queued = [
-            flow.queued_us
-            for key in near
-            if (flow := flows[key]).queued_us is not None and self._sends(key, flow)
-        ]
-        if queued and min(queued) < max(QUEUED_US, SAME_QUEUE * median(queued)):
+        queued = _queued(flows[key] for key in near if self._sends(key, flows[key]))
+        if queued and not _in_one_queue(queued):
             return False
         half = max(2, (len(near) + 1) // 2)
         return len(queued) >= half or len(near & backlog) >= half
@@ -286,27 +283,24 @@ class HostRates(Generic[Flow]):
             self._acked += flow.acked_bytes - before.acked_bytes
             self._received += flow.received_bytes - before.received_bytes
 
-    def _kept_busy(self, now: float, flows: Mapping[Flow, FlowState], used: set[Flow]) -> bool:
+    def _kept_busy(self, past: float, flows: Mapping[Flow, FlowState], used: set[Flow]) -> bool:
         """Whether the kernel had bytes to send all the time since the last look, for enough of those flows
         whose packets wait nowhere but here: one to a slow receiver has bytes on their way all along."""
-        if self._last is None:
-            return False
-        waits = [flow.queued_us for key in used if (flow := flows[key]).queued_us is not None]
-        most = median(waits) / SAME_QUEUE if waits else 0
+        queued = _queued(flows[key] for key in used)
+        most = median(queued) / SAME_QUEUE if queued else 0
         ours = [key for key in used if (flows[key].queued_us or 0) <= most]
-        busy = sorted((flows[key].busy_us - self._seen[key].busy_us for key in ours), reverse=True)
-        if not busy:
-            return False
-        return busy[int(ENOUGH_FLOWS * len(busy))] >= LEAST_BUSY * 1e6 * (now - self._last[0])
+        busy = sum(self._was_busy(key, flows[key], past) for key in ours)
+        return busy > int(ENOUGH_FLOWS * len(ours))
 
-    def _seems_to_wait(self, now: float, flows: Mapping[Flow, FlowState], near: set[Flow]) -> bool:
+    def _seems_to_wait(self, past: float, flows: Mapping[Flow, FlowState], near: set[Flow]) -> bool:
         """Whether the packets of all that had bytes on their way all the time wait, several of them: perhaps
         at our own uplink, though they are too few to tell."""
-        assert self._last is not None
-        least_us = LEAST_BUSY * 1e6 * (now - self._last[0])
-        busy = [key for key in near if flows[key].busy_us - self._seen[key].busy_us >= least_us]
-        waits = [flow.queued_us for key in busy if (flow := flows[key]).queued_us is not None]
-        return len(waits) > 1 and min(waits) >= max(QUEUED_US, SAME_QUEUE * median(waits))
+        queued = _queued(flows[key] for key in near if self._was_busy(key, flows[key], past))
+        return len(queued) > 1 and _in_one_queue(queued)
+
+    def _was_busy(self, key: Flow, flow: FlowState, past: float) -> bool:
+        """Whether it had bytes to send, or on their way, all the time since the last look."""
+        return flow.busy_us - self._seen[key].busy_us >= LEAST_BUSY * 1e6 * past
 
     def _uplink_is_free(self, now: float, acked: int) -> bool:
         if self._last is None or self.up.rate is None or now <= self._last[0]:
@@ -334,6 +328,16 @@ class HostRates(Generic[Flow]):
         self._told = (up, down)
         self.noticed = [*self.noticed[-99:], now]
         return current[0], current[1]
+
+
+def _queued(flows: Iterable[FlowState]) -> list[int]:
+    """How long packets wait, where that is known."""
+    return [flow.queued_us for flow in flows if flow.queued_us is not None]
+
+
+def _in_one_queue(queued_us: Sequence[int]) -> bool:
+    """Whether packets that wait so long may wait in one queue: all wait, about as long or longer."""
+    return min(queued_us) >= max(QUEUED_US, SAME_QUEUE * median(queued_us))
 
 
 def _differs(new: float | None, old: float | None) -> bool:
