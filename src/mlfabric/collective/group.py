@@ -59,7 +59,7 @@ class Running:
     sequence: int
     operation: Operation
     done: Done
-    announced: dict[int, Announcement]
+    announced: dict[int, Announcement]  # ours included
     mine: Announcement  # as the others got it
     early: list[tuple[int, FrameHeader, memoryview]] = field(default_factory=list)
     exchange: Exchange | None = None
@@ -157,9 +157,9 @@ class Group:
         mine = operation.announcement
         if self._plans.newest:
             mine = msgspec.structs.replace(mine, plan=self._plans.newest, common=self._plans.common)
-        running = Running(sequence, operation, done, ahead.announced, mine, ahead.frames)
-        self.running[sequence] = running
-        self._said[sequence] = {**ahead.announced, self.rank: mine}
+        said = {**ahead.announced, self.rank: mine}
+        running = Running(sequence, operation, done, said, mine, ahead.frames)
+        self.running[sequence], self._said[sequence] = running, said
         self._forget_words()
         self.changed = True
         body = encode_announcement(mine)
@@ -204,7 +204,7 @@ class Group:
             self._begin(follower)
 
     def _all_came(self, running: Running) -> bool:
-        return len(running.announced) == self.size - 1
+        return len(running.announced) == self.size
 
     def _begin(self, running: Running) -> None:
         """Everybody is here, or need not be: let the chunks flow."""
@@ -212,8 +212,7 @@ class Group:
         shares = equal_shares(self.size) if operation.eager else self._plan_for(running)
         buffers = operation.buffers
         if operation.prepare is not None:
-            everybody = {**running.announced, self.rank: operation.announcement}
-            buffers, segments = operation.prepare(everybody)
+            buffers, segments = operation.prepare(running.announced)
         else:
             segments = operation.segments(shares)
         chunk_bytes = shares.chunk_bytes
@@ -294,14 +293,14 @@ class Group:
         running = self.running.get(sequence)
         self._came[rank] = max(self._came[rank], sequence + 1)
         self._plans.heard(rank, theirs.plan, theirs.common)
-        if sequence in self._said:
-            self._said[sequence][rank] = theirs
+        said = self._said.get(sequence) if running is None else running.announced
+        if said is not None:
+            said[rank] = theirs
         if running is None:
             self._begin_follower(sequence)
             if self.broken is None and self._is_ahead(sequence):
                 self._ahead.setdefault(sequence, Ahead()).announced[rank] = theirs
             return
-        running.announced[rank] = theirs
         self._compare(running, rank, theirs)
         if running.exchange is None and self.broken is None and self._may_begin(running):
             self._begin(running)
@@ -380,7 +379,7 @@ class Group:
         if running is None:
             return "it waits for earlier operations" if self._is_ahead(sequence) else "it is over"
         if running.exchange is None or not self._all_came(running):
-            missing = [r for r in range(self.size) if r != self.rank and r not in running.announced]
+            missing = [rank for rank in range(self.size) if rank not in running.announced]
             if missing:
                 return f"{self._names(missing)} did not come"
         assert running.exchange is not None

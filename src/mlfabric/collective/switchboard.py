@@ -162,6 +162,11 @@ class Switchboard:
         return bool(self._order)
 
     @property
+    def in_use(self) -> bool:
+        """Whether the bytes of some operation are on their way."""
+        return any(running.exchange is not None for _, running in self._order)
+
+    @property
     def peers_in_use(self) -> set[str]:
         """The peers of all operations whose bytes are on their way."""
         groups = {entry[0].number: entry[0] for entry in self._order if entry[1].exchange is not None}

@@ -132,7 +132,7 @@ class Mesh:
         """Take what probes showed and begin the next; whether something was learned."""
         probes = self.board.probes
         results, probes.results = probes.results, []
-        probes.tend(now, bool(self.board.peers_in_use))
+        probes.tend(now, self.board.in_use)
         if self.board.busy:
             self.flush()
             return False
