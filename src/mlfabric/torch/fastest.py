@@ -65,7 +65,6 @@ class Fastest(SteppedTraining):
                 return offer
 
     def _compute(self) -> None:
-        self._flat.clear_gradients()
         self._base = self._steps.applied
         self._began = time.monotonic()
         if not self._overlapped or self._steps.offer is None:

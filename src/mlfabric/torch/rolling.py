@@ -90,7 +90,6 @@ class Rolling(SteppedTraining):
     def _compute(self) -> None:
         self._apply_all()
         self._move_ahead()
-        self._flat.clear_gradients()
         self._base = self._steps.applied
         self._report()
 
