@@ -13,14 +13,15 @@ from mlfabric.bench.train.settings import MOST_CPU, MOST_OVERRUN, REACHED_IN_A_R
 Curve = Sequence[tuple[float, float]]  # seconds, accuracy
 
 
+def lasting(curve: Curve) -> list[tuple[float, float]]:
+    """What targets are held against: at each evaluation the least of it and the next ones that count."""
+    starts = range(len(curve) - REACHED_IN_A_ROW + 1)
+    return [(curve[i][0], min(found for _, found in curve[i : i + REACHED_IN_A_ROW])) for i in starts]
+
+
 def reached(curve: Curve, target: float) -> float | None:
     """When the first of three evaluations in a row at or above the target was; None: never."""
-    run = 0
-    for index, (_, accuracy) in enumerate(curve):
-        run = run + 1 if accuracy >= target else 0
-        if run == REACHED_IN_A_ROW:
-            return curve[index - REACHED_IN_A_ROW + 1][0]
-    return None
+    return next((at for at, accuracy in lasting(curve) if accuracy >= target), None)
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):

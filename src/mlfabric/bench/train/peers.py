@@ -24,6 +24,7 @@ LIGHTHOUSE_PORT = 29510
 STORE_PORT = 29520
 # DiLoCo's own outer optimizer.
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+MATCHMAKING_S = 2.0  # in which hivemind's peers find each other
 PATIENCE = timedelta(seconds=300)
 
 
@@ -127,7 +128,7 @@ class HivemindLocal(Exchange):
             params=list(model.parameters()),
             optimizer=lambda parameters: make_optimizer(parameters, size),
             use_local_updates=True,
-            matchmaking_time=2.0,
+            matchmaking_time=MATCHMAKING_S,
             averager_opts={"request_timeout": 1.0},
             averaging_timeout=PATIENCE.total_seconds(),
         )

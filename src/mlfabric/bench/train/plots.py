@@ -6,11 +6,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from mlfabric.bench.train.judging import RunResult
+import numpy as np
+
+from mlfabric.bench.train.entries import find_entry
+from mlfabric.bench.train.judging import RunResult, lasting
+from mlfabric.bench.train.settings import REACHED_IN_A_ROW
 from mlfabric.errors import FabricError
 
 # What is further below the first target is a moment at the beginning, and is not shown.
 BELOW_TARGET: Final = 0.15
+MOMENTS: Final = 300  # of a curve
+BEGINS_S: Final = 4.0
+TICKS_S: Final = (5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 
 
 def _names(runs: Sequence[RunResult]) -> list[str]:
@@ -25,26 +32,46 @@ def _colour(number: int) -> Any:
     return colormaps["tab20"](2 * place + pale)
 
 
-def _accuracy(axes: Any, runs: Sequence[RunResult]) -> None:
-    for number, name in enumerate(_names(runs)):
-        for run in (run for run in runs if run.settings.contender == name):
-            first = run.settings.seed == min(r.settings.seed for r in runs if r.settings.contender == name)
-            axes.plot(
-                [at for at, _ in run.curve],
-                [accuracy for _, accuracy in run.curve],
-                color=_colour(number),
-                linewidth=1.2 if first else 0.6,
-                label=name if first else None,
-            )
-    axes.set_ylim(bottom=min(runs[0].settings.targets) - BELOW_TARGET)
-    for target in runs[0].settings.targets:
-        axes.axhline(target, color="grey", linewidth=0.6, linestyle="--")
-    axes.set_xlabel("seconds")
-    axes.set_ylabel("accuracy on the test images")
-    axes.legend(fontsize=8)
+def _accuracy(figure: Any, runs: Sequence[RunResult]) -> None:
+    """A panel for each class, ours first; so many times as soon are the same distance everywhere."""
+    kinds = list(dict.fromkeys(find_entry(name).kind for name in _names(runs)))
+    figure.set_figwidth(max(figure.get_figwidth(), 4.5 * len(kinds)))
+    panels = figure.subplots(1, len(kinds), sharex=True, sharey=True, squeeze=False)[0]
+    moments = np.geomspace(BEGINS_S, max(run.seconds for run in runs), MOMENTS)
+    ticks = [tick for tick in TICKS_S if moments[0] <= tick <= moments[-1]]
+    for kind, axes in zip(kinds, panels, strict=True):
+        mine = [run for run in runs if find_entry(run.settings.contender).kind == kind]
+        names = sorted(_names(mine), key=lambda name: not find_entry(name).ours)
+        for number, name in enumerate(names):
+            _course(axes, moments, [run for run in mine if run.settings.contender == name], _colour(number))
+        for target in runs[0].settings.targets:
+            axes.axhline(target, color="grey", linewidth=0.6, linestyle="--")
+        axes.set_title(kind, loc="left", fontsize=9)
+        axes.set_xscale("log", subs=[])
+        axes.set_xlim(moments[0], moments[-1])
+        axes.set_xticks(ticks, labels=map(str, ticks))
+        axes.set_xlabel("seconds")
+        axes.legend(fontsize=8, loc="lower right")
+    panels[0].set_ylim(bottom=min(runs[0].settings.targets) - BELOW_TARGET)
+    panels[0].set_ylabel(f"test accuracy, the least of {REACHED_IN_A_ROW} in a row")
 
 
-def _delays(axes: Any, runs: Sequence[RunResult]) -> None:
+def _course(axes: Any, moments: Any, runs: Sequence[RunResult], colour: Any) -> None:
+    """The median of the seeds, and all of them in its shadow; a run that is over stays where it was."""
+    name = runs[0].settings.contender
+    curves = [curve for run in runs if (curve := lasting(run.curve))]
+    if not curves:
+        return
+    seen = np.array([np.interp(moments, *zip(*curve, strict=True), left=np.nan) for curve in curves])
+    shown = (moments <= max(run.seconds for run in runs)) & ~np.isnan(seen).any(axis=0)
+    at, seen = moments[shown], seen[:, shown]
+    label = name if not all(run.complaints() for run in runs) else f"{name} (not valid)"
+    axes.plot(at, np.median(seen, axis=0), color=colour, linewidth=1.4, label=label)
+    axes.fill_between(at, seen.min(axis=0), seen.max(axis=0), color=colour, alpha=0.15, linewidth=0)
+
+
+def _delays(figure: Any, runs: Sequence[RunResult]) -> None:
+    axes = figure.subplots()
     for number, name in enumerate(_names(runs)):
         counts: dict[int, int] = {}
         for run in (run for run in runs if run.settings.contender == name):
@@ -61,7 +88,8 @@ def _delays(axes: Any, runs: Sequence[RunResult]) -> None:
         axes.legend(fontsize=8)
 
 
-def _links(axes: Any, runs: Sequence[RunResult]) -> None:
+def _links(figure: Any, runs: Sequence[RunResult]) -> None:
+    axes = figure.subplots()
     names = _names(runs)
     links = sorted({link for run in runs for link in run.link_bytes})
     width = 0.8 / max(len(names), 1)
@@ -98,9 +126,9 @@ def draw(
     for scenario in dict.fromkeys(run.settings.scenario for run in runs):
         here = [run for run in runs if run.settings.scenario == scenario]
         for name in names:
-            figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-            PLOTS[name](axes, here)
-            axes.set_title(scenario, loc="left")
+            figure = pyplot.figure(figsize=(7, 4), layout="constrained")
+            PLOTS[name](figure, here)
+            figure.suptitle(scenario, x=0.01, ha="left")
             path = folder / f"{scenario}-{name}.png"
             figure.savefig(path, dpi=dpi)
             pyplot.close(figure)
