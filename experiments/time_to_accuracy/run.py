@@ -26,6 +26,7 @@ from mlfabric.bench.train import report
 from mlfabric.bench.train.campaign import AROUND_S, Wish, carry_out, split_done
 from mlfabric.bench.train.entries import find_entry
 from mlfabric.bench.train.judging import RunResult
+from mlfabric.bench.train.machine import strains
 from mlfabric.bench.train.plots import draw
 from mlfabric.bench.train.running import RESULT, make_run, read_run, runs_abreast, write_record
 from mlfabric.bench.train.settings import DEFAULT_BATCH, DEFAULT_RATE, RunSettings
@@ -179,6 +180,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for scenario, wish in wishes.items():
         if given.again:
             forget_invalid(wish, out)
+        _, to_do = split_done(wish.runs(), out, read_run)
+        for each in strains(to_do, data):
+            sys.stderr.write(f"{each}\n")
         outcome = carry_out(wish, out, make, read_run, abreast=runs_abreast(given.abreast, data))
         failures += outcome.failures
         there, _ = split_done(wish.runs(), out, read_run)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from matplotlib.figure import Figure
 
 from mlfabric.bench.train.plots import BEGINS_S, PLOTS
@@ -14,10 +16,10 @@ def test_classes_are_apart_and_curves_are_at_a_target_when_runs_are() -> None:
     runs = [some_result(some_settings(name, targets=(0.85,)), curve) for name in names]
     figure = Figure()
     PLOTS["accuracy"](figure, runs)
-    shown = [[line.get_label() for line in panel.lines if len(line.get_xdata()) > 2] for panel in figure.axes]
+    panels: list[Any] = figure.axes
+    shown = [[line.get_label() for line in panel.lines if len(line.get_xdata()) > 2] for panel in panels]
     assert shown == [["mlfabric-rolling", "gloo"], ["gloo-fp16"]]
-    line = figure.axes[0].lines[0]
-    assert BEGINS_S <= line.get_xdata()[0]
-    above = [at for at, accuracy in zip(line.get_xdata(), line.get_ydata(), strict=True) if accuracy >= 0.85]
+    at, accuracy = panels[0].lines[0].get_data()
+    assert at[0] >= BEGINS_S
     assert runs[0].reached(0.85) == 30.0
-    assert 28.0 < above[0] < 31.0  # not when a single model was above it
+    assert 28.0 < at[accuracy >= 0.85][0] < 31.0  # not when a single model was above it

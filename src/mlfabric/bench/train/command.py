@@ -85,6 +85,7 @@ def command(
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))
 
+    from mlfabric.bench.train.machine import strains
     from mlfabric.bench.train.running import make_run, read_run, runs_abreast
     from mlfabric.bench.train.task import find_data
     from mlfabric.bench.train.virtual import simulate_run
@@ -92,6 +93,10 @@ def command(
     found = find_data(data)
     run_once = simulate_run if virtual else make_run
     out = out / "simulated" if virtual else out
+    if not virtual:
+        _, to_do = campaign.split_done(wish.runs(), out, read_run)
+        for each in strains(to_do, found):
+            sys.stderr.write(f"mlfabric: {each}\n")
 
     def make(settings: RunSettings, folder: Path, stop_s: float, told: Callable[[float], None]) -> RunResult:
         return run_once(settings, folder, found, stop_s, told)

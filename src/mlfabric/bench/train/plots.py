@@ -59,10 +59,10 @@ def _accuracy(figure: Any, runs: Sequence[RunResult]) -> None:
 def _course(axes: Any, moments: Any, runs: Sequence[RunResult], colour: Any) -> None:
     """The median of the seeds, and all of them in its shadow; a run that is over stays where it was."""
     name = runs[0].settings.contender
-    curves = [curve for run in runs if (curve := lasting(run.curve))]
+    curves = [np.array(curve).T for run in runs if (curve := lasting(run.curve))]
     if not curves:
         return
-    seen = np.array([np.interp(moments, *zip(*curve, strict=True), left=np.nan) for curve in curves])
+    seen = np.array([np.interp(moments, times, found, left=np.nan) for times, found in curves])
     shown = (moments <= max(run.seconds for run in runs)) & ~np.isnan(seen).any(axis=0)
     at, seen = moments[shown], seen[:, shown]
     label = name if not all(run.complaints() for run in runs) else f"{name} (not valid)"
