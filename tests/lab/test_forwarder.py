@@ -29,16 +29,19 @@ def test_round_trip_takes_the_delay_twice(make_lab: MakeLab) -> None:
         lab.host("far").socket(kind=socket.SOCK_DGRAM) as there,
     ):
         there.bind((lab.host("far").address, 0))
-        times = []
+        times, late = [], []
         for _ in range(12):
+            began = time.perf_counter()
+            time.sleep(0.01)
+            late.append(time.perf_counter() - began - 0.01)
             began = time.perf_counter()
             here.sendto(b"ping", there.getsockname())
             _, back = there.recvfrom(16)
             there.sendto(b"pong", back)
             here.recv(16)
             times.append(time.perf_counter() - began)
-    # Never sooner; later by what a busy machine makes the forwarder wait.
-    assert 0.020 <= min(times) < 0.0215
+    # Never sooner; later by what this machine makes the forwarder wait, as it does us.
+    assert 0.020 <= min(times) < 0.0215 + 2 * min(late)
 
 
 def test_path_of_20_ms_carries_a_stream_at_90_percent_of_200_mbit(make_lab: MakeLab) -> None:

@@ -13,7 +13,7 @@ from mlfabric.lab.manifest import MachineLoad
 from mlfabric.lab.testing import MakeLab
 from mlfabric.scenario import parse
 from mlfabric.units import goodput, parse_rate
-from tests.lab.streams import MUCH_STOLEN, steady_rate, streaming
+from tests.lab.streams import FILLING, MUCH_STOLEN, steady_rate, streaming
 
 # 2 Gb/s takes most of a core: on a busy machine that measures the machine.
 RATES = ["10mbit", "200mbit", "1gbit", pytest.param("2gbit", marks=pytest.mark.full)]
@@ -75,7 +75,7 @@ def test_rack_uplink_shares_as_asked(make_lab: MakeLab) -> None:
     lab.use_plain_frames()
     with contextlib.ExitStack() as stack:
         # Whether streams share a queue evenly is their congestion control's affair; Reno's do.
-        streams = [stack.enter_context(streaming(lab, f"a{i}", f"b{i}", "reno")) for i in range(4)]
+        streams = [stack.enter_context(streaming(lab, f"a{i}", f"b{i}", FILLING)) for i in range(4)]
         time.sleep(1.0)
         load = MachineLoad()
         best: list[float] = []
