@@ -13,7 +13,7 @@ import argparse
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 
 from experiments.headline.run import gradient_of, parse_size
 from mlfabric import scenario as scenarios
-from mlfabric.bench.train.judging import reached
+from mlfabric.bench.train.judging import Curve, reached
 from mlfabric.bench.train.settings import SECOND_MOMENT, RunSettings, fit
 from mlfabric.bench.train.task import (
     Batches,
@@ -42,6 +42,8 @@ from mlfabric.torch.rolling import DELAYS_KEPT
 LOOK_EVERY_S = 2.0
 BETWEEN_S = 0.008  # from one gradient to the next, seen in the lab
 
+CommonModels = Iterator[tuple[float, Vector]]  # when, and the common model from then on
+
 
 class Pace(msgspec.Struct, frozen=True):
     """How steps follow each other."""
@@ -49,6 +51,7 @@ class Pace(msgspec.Struct, frozen=True):
     parts: int
     at_once: int
     round_s: float
+    codec: str = "float32"  # of what is summed
 
 
 class Worker:
@@ -81,18 +84,16 @@ class PartsRun:
         ]
         self._queue: list[tuple[float, int, Any, tuple[Any, ...]]] = []
         self._count = itertools.count()
-        self.curve: list[tuple[float, float]] = []
 
-    def run(self, seconds: float, target: float) -> None:
+    def course(self) -> CommonModels:
+        """The common model after each of its parts' steps, without end."""
         for rank in range(len(self._workers)):
             self._at(0.0, self._compute, rank)
         self._at(self._pace.round_s / self._pace.parts, self._begin, 0)
-        self._at(LOOK_EVERY_S, self._look)
-        while self._queue and reached(self.curve, target) is None:
+        while True:
             now, _, do, about = heapq.heappop(self._queue)
-            if now > seconds:
-                break
-            do(now, *about)
+            if do(now, *about):
+                yield now, self._model
 
     def _at(self, when: float, do: Any, *about: Any) -> None:
         heapq.heappush(self._queue, (when, next(self._count), do, about))
@@ -117,18 +118,24 @@ class PartsRun:
         for worker in self._workers:
             given = worker.waiting.gradients[number]
             if given:
-                total += worker.waiting.sum_of(number)
+                total += self._carried(worker.waiting.sum_of(number))
                 count += len(given)
                 worker.ages.extend(max((step - each.base) // len(self._parts), 0) for each in given)
                 given.clear()
         every = pace.round_s / pace.parts
-        self._at(now + pace.at_once * every, self._end, step, total / max(count, 1), count)
+        self._at(now + pace.at_once * every, self._end, step, self._carried(total) / max(count, 1), count)
         self._at(now + every, self._begin, step + 1)
 
-    def _end(self, now: float, step: int, mean: Vector, count: int) -> None:
+    def _carried(self, vector: Vector) -> Vector:
+        """What is left of it on the network."""
+        carried: Vector = vector.astype(self._pace.codec).astype(np.float32)
+        return carried
+
+    def _end(self, now: float, step: int, mean: Vector, count: int) -> bool:
+        """Whether the model has moved."""
         self._applied = step + 1
         if not count:
-            return
+            return False
         part, times = self._parts[step % len(self._parts)], step // len(self._parts) + 1
         first, second = self._size.momentum, SECOND_MOMENT
         moments = self._moments[:, part]
@@ -137,11 +144,23 @@ class PartsRun:
         scale = np.sqrt(moments[1] / (1 - second**times)) + 1e-8
         self._moved[part] = -self._size.lr * moments[0] / (1 - first**times) / scale
         self._model[part] += self._moved[part]
+        return True
 
-    def _look(self, now: float) -> None:
-        load_weights(self._module, self._model)
-        self.curve.append((now, accuracy(self._module, self._data, quarter=0)))
-        self._at(now + LOOK_EVERY_S, self._look)
+
+def follow(
+    course: CommonModels, seed: int, data: Fashion, enough: Callable[[Curve], bool]
+) -> list[tuple[float, float]]:
+    """Accuracy against time, until what was seen is enough."""
+    module, curve, next_s = make_model(seed), list[tuple[float, float]](), LOOK_EVERY_S
+    for now, model in course:
+        if now < next_s:
+            continue
+        next_s = now + LOOK_EVERY_S
+        load_weights(module, model)
+        curve.append((now, accuracy(module, data, quarter=0) if np.isfinite(model).all() else 0.0))
+        if enough(curve):
+            break
+    return curve
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -159,10 +178,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     data, pace = Fashion(find_data(None)), Pace(given.parts, given.at_once, given.round)
     for size in given.sizes:
         settings = RunSettings("mlfabric-rolling", given.scenario, given.seed, size)
-        made = PartsRun(settings, pace, data)
-        made.run(given.seconds, given.target)
-        at = ", ".join(f"{target:g} {reached(made.curve, target)}" for target in (0.8, 0.84, 0.85, 0.87))
-        print(f"{size.lr:g}, {size.momentum:g}: reached {at}; last {made.curve[-1][1]:.4f}", flush=True)
+
+        def enough(curve: Curve) -> bool:
+            return curve[-1][0] > given.seconds or reached(curve, given.target) is not None
+
+        curve = follow(PartsRun(settings, pace, data).course(), given.seed, data, enough)
+        at = ", ".join(f"{target:g} {reached(curve, target)}" for target in (0.8, 0.84, 0.85, 0.87))
+        print(f"{size.lr:g}, {size.momentum:g}: reached {at}; last {curve[-1][1]:.4f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
 The same search for each as `experiments.headline.tune` makes for those the simulator has a schedule of: five
 step sizes by two momenta, moved while the best is on the edge, on a seed of tuning. Workers compute as long
 as the scenario says. Who exchanges whole models together waits for the slowest worker, then for a ring over
-the scenario's links; whose exchanges are small waits for the slowest worker only; averages that roll on come
-at one pace.
+the scenario's links (half as long in float16); whose exchanges are small waits for the slowest worker only;
+averages and steps that roll on come at one pace.
 """
 
 from __future__ import annotations
@@ -15,30 +15,27 @@ import argparse
 import copy
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 import torch
 
-from experiments.headline.parts import BETWEEN_S, LOOK_EVERY_S
+from experiments.headline.parts import BETWEEN_S, CommonModels, Pace, PartsRun, follow
 from experiments.headline.run import gradient_of
 from mlfabric import scenario as scenarios
 from mlfabric.bench.train.adam import ArrayAdam
 from mlfabric.bench.train.ddp import WARM_UP
 from mlfabric.bench.train.entries import find_entry
 from mlfabric.bench.train.judging import Curve, reached
-from mlfabric.bench.train.peers import OUTER
+from mlfabric.bench.train.peers import MATCHMAKING_S, OUTER
 from mlfabric.bench.train.settings import RunSettings, ceilings, fit
 from mlfabric.bench.train.task import (
     Batches,
     Fashion,
-    accuracy,
     find_data,
     flat_weights,
-    load_weights,
     make_model,
 )
 from mlfabric.bench.train.tuning import (
@@ -51,7 +48,7 @@ from mlfabric.bench.train.tuning import (
 )
 from mlfabric.numerics import Vector
 from mlfabric.steptimes import step_factor
-from mlfabric.torch.rolledsteps import AT_ONCE, cut_parts
+from mlfabric.torch.rolledsteps import AT_ONCE, MOST_PARTS, cut_parts
 
 ROUND_S: Final = 0.9  # from average to average of the whole model, where they roll on; seen in the lab
 SMALL_EXCHANGE_S: Final = 0.03  # two all-reduces of some tens of kilobytes
@@ -65,7 +62,8 @@ class Crew:
         self._scenario = fit(scenarios.load(scenarios.find(settings.scenario)), settings)
         self._job = self._scenario.jobs[0]
         self._hosts = self._scenario.places(self._job).workers
-        self._data, self._module = data, make_model(settings.seed)
+        self.settings, self.data = settings, data
+        self._module = make_model(settings.seed)
         self.first = flat_weights(self._module).copy()
         self.shapes = [tuple(parameter.shape) for parameter in self._module.parameters()]
         self.models = [self.first.copy() for _ in self._hosts]
@@ -85,7 +83,7 @@ class Crew:
 
     def gradient(self, rank: int, step: int) -> Vector:
         indices = self._batches[rank].indices(step)
-        found: Vector = gradient_of(self._module, self._data, self.models[rank], indices)
+        found: Vector = gradient_of(self._module, self.data, self.models[rank], indices)
         return found
 
     def step_alone(self, rank: int, step: int) -> None:
@@ -100,10 +98,7 @@ class Crew:
             np.copyto(each, model)
 
 
-Course = Iterator[tuple[float, Vector]]  # when, and the common model from then on
-
-
-def in_step(crew: Crew, combine: Any, exchange_s: float, steps: range) -> Course:
+def in_step(crew: Crew, combine: Any, exchange_s: float, steps: Iterable[int]) -> CommonModels:
     """Every step of all of them together, by what `combine` makes of their gradients."""
     now = 0.0
     for step in steps:
@@ -113,7 +108,7 @@ def in_step(crew: Crew, combine: Any, exchange_s: float, steps: range) -> Course
         yield now, crew.models[0]
 
 
-def local_rounds(crew: Crew, first: int, local_steps: int, begin_s: float) -> Course:
+def local_rounds(crew: Crew, first: int, local_steps: int, begin_s: float) -> CommonModels:
     """Everybody on its own for some steps, then the mean of all models, as it is."""
     now = begin_s
     for start in itertools.count(first, local_steps):
@@ -128,7 +123,7 @@ def local_rounds(crew: Crew, first: int, local_steps: int, begin_s: float) -> Co
         yield now, crew.mean_model()
 
 
-def post_local(crew: Crew) -> Course:
+def post_local(crew: Crew) -> CommonModels:
     begin_s = 0.0
     for now, model in in_step(crew, lambda found: np.mean(found, axis=0), crew.all_reduce_s, range(WARM_UP)):
         begin_s = now
@@ -139,7 +134,7 @@ def post_local(crew: Crew) -> Course:
         yield now, model
 
 
-def diloco(crew: Crew) -> Course:
+def diloco(crew: Crew) -> CommonModels:
     """Rounds whose mean moves the model by Nesterov's steps."""
     model, moved = crew.first.copy(), np.zeros_like(crew.first)
     rate, momentum = np.float32(OUTER["lr"]), np.float32(OUTER["momentum"])
@@ -183,12 +178,52 @@ class PowerSgd:
         return result
 
 
-def powersgd(crew: Crew) -> Course:
+def powersgd(crew: Crew) -> CommonModels:
     options = find_entry("gloo-powersgd").options
-    return in_step(crew, PowerSgd(crew, int(options["rank"])), SMALL_EXCHANGE_S, range(100_000))
+    return in_step(crew, PowerSgd(crew, int(options["rank"])), SMALL_EXCHANGE_S, itertools.count())
 
 
-def rolling_local(crew: Crew) -> Course:
+def mean_in_half(gradients: Sequence[Vector]) -> Vector:
+    """As PyTorch's fp16 hook has it: each is divided by how many there are, and summed as float16."""
+    total = torch.zeros(len(gradients[0]), dtype=torch.float16)
+    for gradient in gradients:
+        total += torch.from_numpy(gradient).half() / len(gradients)
+    mean: Vector = total.float().numpy()
+    return mean
+
+
+def half_precision(crew: Crew) -> CommonModels:
+    return in_step(crew, mean_in_half, crew.all_reduce_s / 2, itertools.count())
+
+
+def shared_count(crew: Crew) -> CommonModels:
+    """Everybody on its own until all together have made their steps, then the mean of all models."""
+    together, now = _local_steps("hivemind-local") * len(crew), 0.0
+    steps = [0] * len(crew)
+    while True:
+        ready = [(now + crew.lasts_s(rank, steps[rank]), rank) for rank in range(len(crew))]
+        heapq.heapify(ready)
+        for _ in range(together):
+            now, rank = heapq.heappop(ready)
+            crew.step_alone(rank, steps[rank])
+            steps[rank] += 1
+            heapq.heappush(ready, (now + crew.lasts_s(rank, steps[rank]), rank))
+        # Whoever computes finishes its gradient first.
+        for rank in range(len(crew)):
+            crew.step_alone(rank, steps[rank])
+            steps[rank] += 1
+        now = max(ready)[0] + MATCHMAKING_S + crew.all_reduce_s
+        crew.have(crew.mean_model())
+        yield now, crew.models[0]
+
+
+def rolling_half(crew: Crew) -> CommonModels:
+    """Steps of full gradients that roll on, summed in float16: half the bytes, no shorter rounds assumed."""
+    codec = str(find_entry("mlfabric-rolling-fp16").options["codec"])
+    return PartsRun(crew.settings, Pace(MOST_PARTS, AT_ONCE, ROUND_S, codec), crew.data).course()
+
+
+def rolling_local(crew: Crew) -> CommonModels:
     """Nobody waits: part by part, all are moved by the mean of how far each has come since it last gave."""
     cuts = cut_parts(len(crew.first))
     parts = [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
@@ -221,30 +256,17 @@ def rolling_local(crew: Crew) -> Course:
 
 COURSES: Final = {
     "gloo-powersgd": powersgd,
+    "gloo-fp16": half_precision,
     "gloo-local": post_local,
     "torchft-diloco": diloco,
+    "hivemind-local": shared_count,
+    "mlfabric-rolling-fp16": rolling_half,
     "mlfabric-rolling-local": rolling_local,
 }
-# Whose steps are those of another.
-SAME_STEPS: Final = {"hivemind-local": "gloo-local"}
 
 
 def _local_steps(contender: str) -> int:
     return int(find_entry(contender).options["local_steps"])
-
-
-def follow(course: Course, seed: int, data: Fashion, enough: Any) -> list[tuple[float, float]]:
-    """Accuracy against time, until what was seen is enough."""
-    module, curve, next_s = make_model(seed), list[tuple[float, float]](), LOOK_EVERY_S
-    for now, model in course:
-        if now < next_s:
-            continue
-        next_s = now + LOOK_EVERY_S
-        load_weights(module, model)
-        curve.append((now, accuracy(module, data, quarter=0) if np.isfinite(model).all() else 0.0))
-        if enough(curve):
-            break
-    return curve
 
 
 def search(contender: str, seed: int, seconds: float, target: float, data: Fashion, scenario: str) -> Tuned:
@@ -283,9 +305,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     data, found = Fashion(find_data(given.data)), list[Tuned]()
     for contender in given.contenders:
-        tuned = search(contender, given.seed, given.seconds, given.target, data, given.scenario)
-        names = [contender, *(other for other, same in SAME_STEPS.items() if same == contender)]
-        found += [msgspec.structs.replace(tuned, contender=name) for name in names]
+        found.append(search(contender, given.seed, given.seconds, given.target, data, given.scenario))
         write_tuned(given.out, found)
 
 

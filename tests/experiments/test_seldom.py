@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 from experiments.headline import seldom
-from experiments.headline.seldom import COURSES, Crew, PowerSgd, local_rounds
+from experiments.headline.seldom import COURSES, Crew, PowerSgd, local_rounds, mean_in_half
 
+from mlfabric.bench.train.peers import MATCHMAKING_S
 from mlfabric.bench.train.settings import RunSettings, StepSize
 from mlfabric.bench.train.task import Fashion
 from tests.bench.train.images import write_easy_images
@@ -75,3 +76,32 @@ def test_rolling_averages_lose_nothing_and_count_nothing_twice(
         np.testing.assert_allclose(crew.mean_model(), moved, rtol=1e-5)
         assert least <= common.mean() < moved
         least = moved / 2
+
+
+def test_peers_average_once_all_together_have_made_their_steps(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [0] * len(crew)
+
+    def step(rank: int, number: int) -> None:
+        assert number == made[rank]
+        made[rank] += 1
+        crew.models[rank] += rank + 1
+
+    monkeypatch.setattr(crew, "step_alone", step)
+    for model in crew.models:
+        model.fill(0)
+    (now, mean), *_ = itertools.islice(COURSES["hivemind-local"](crew), 1)
+    assert sum(made) == 8 * len(crew) + len(crew)  # and what each was computing by then
+    assert max(made) > min(made)  # nobody waits for the slowest between averages
+    computed = [sum(crew.lasts_s(rank, number) for number in range(made[rank])) for rank in range(len(crew))]
+    assert now == pytest.approx(max(computed) + MATCHMAKING_S + crew.all_reduce_s)
+    moved = sum(times * (rank + 1) for rank, times in enumerate(made)) / len(crew)
+    np.testing.assert_allclose(mean, moved, rtol=1e-6)
+
+
+def test_steps_in_half_precision_are_those_of_the_mean_but_for_rounding(crew: Crew) -> None:
+    gradients = [crew.gradient(rank, 0) for rank in range(len(crew))]
+    half, plain = mean_in_half(gradients), np.mean(gradients, axis=0)
+    assert not np.array_equal(half, plain)
+    assert (np.abs(half - plain) <= 2**-8 * np.mean(np.abs(gradients), axis=0) + 1e-6).all()
