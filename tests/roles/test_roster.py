@@ -321,6 +321,18 @@ def test_one_who_takes_part_no_more_is_not_waited_for() -> None:
     assert world.members == "ab"
 
 
+def test_a_step_may_end_after_all_have_said_that_it_is_their_last() -> None:
+    roster, hosts = StepRoster(0, 0.0), {name: name for name in "ab"}
+    for name in hosts:
+        roster.heard(name, StepReady(4, 4, 4, 4 + MAX_DELAY, True, SIZE_BYTES), 0.0)
+    called = roster.look(hosts, 0, Network.of(Host(name, FAST, FAST) for name in hosts), 0.0)
+    assert sum(isinstance(each, Send) and isinstance(each.message, StepCalled) for each in called) == 2
+    for name in hosts:
+        roster.heard(name, StepsOver(), 0.1)
+    for name in hosts:
+        assert roster.heard(name, StepEnded(4, 5), 0.2) == []
+
+
 def test_only_the_last_groups_are_used_again() -> None:
     world = World(dict.fromkeys("abcdef", FAST), seed=1)
     for _ in range(60):

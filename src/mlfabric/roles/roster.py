@@ -405,6 +405,11 @@ class StepRoster:
         """Whether it is known how long anybody computes: else all take part."""
         return any(worker.times for worker in self._workers.values())
 
+    @property
+    def _size_bytes(self) -> int:
+        """Of a gradient; 0 once nobody takes part: the last step may end after all have said that it is."""
+        return max((worker.size_bytes for worker in self._workers.values()), default=0)
+
     def _weigh(self, names: Iterable[str], now: float, everybody: bool = False) -> Participation:
         """Whom of these to take for a step, and what it takes then; `everybody`: with all of them."""
         hosts = sorted({self._hosts[name] for name in names if name in self._hosts})
@@ -413,7 +418,7 @@ class StepRoster:
         return choose_participants(
             self._doubted(hosts, now),
             hosts,
-            max((worker.size_bytes for worker in workers), default=0),
+            self._size_bytes,
             compute_s=median(typical) if typical else 0.0,
             least=len(hosts) if everybody else min(LEAST, len(hosts)),
             half_worth=HALF_WORTH,
@@ -430,7 +435,7 @@ class StepRoster:
         """What a step takes that was not planned for the links as they are."""
         assert self._network is not None
         hosts = sorted({self._hosts[name] for name in names if name in self._hosts})
-        return ring_time(self._network, hosts, max(w.size_bytes for w in self._workers.values()))
+        return ring_time(self._network, hosts, self._size_bytes)
 
     def _doubted(self, hosts: Iterable[str], now: float) -> Network:
         assert self._network is not None
