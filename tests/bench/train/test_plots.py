@@ -23,3 +23,8 @@ def test_classes_are_apart_and_curves_are_at_a_target_when_runs_are() -> None:
     assert at[0] >= BEGINS_S
     assert runs[0].reached(0.85) == 30.0
     assert 28.0 < at[accuracy >= 0.85][0] < 31.0  # not when a single model was above it
+
+
+def test_runs_too_short_for_a_curve_are_drawn_without_one() -> None:
+    for draw in PLOTS.values():
+        draw(Figure(), [some_result(some_settings(), [(2.0, 0.8)])])

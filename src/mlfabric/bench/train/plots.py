@@ -51,7 +51,7 @@ def _accuracy(figure: Any, runs: Sequence[RunResult]) -> None:
         axes.set_xlim(moments[0], moments[-1])
         axes.set_xticks(ticks, labels=map(str, ticks))
         axes.set_xlabel("seconds")
-        axes.legend(fontsize=8, loc="lower right")
+        _legend(axes, loc="lower right")
     panels[0].set_ylim(bottom=min(runs[0].settings.targets) - BELOW_TARGET)
     panels[0].set_ylabel(f"test accuracy, the least of {REACHED_IN_A_ROW} in a row")
 
@@ -84,8 +84,7 @@ def _delays(figure: Any, runs: Sequence[RunResult]) -> None:
             axes.step(delays, shares, where="mid", color=_colour(number), label=name)
     axes.set_xlabel("delay of an applied update, in updates")
     axes.set_ylabel("share of updates")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8)
+    _legend(axes)
 
 
 def _links(figure: Any, runs: Sequence[RunResult]) -> None:
@@ -101,7 +100,13 @@ def _links(figure: Any, runs: Sequence[RunResult]) -> None:
         axes.bar(places, rates, width, color=_colour(number), label=name)
     axes.set_xticks(range(len(links)), links, rotation=60, fontsize=7)
     axes.set_ylabel("Mb/s on the wire, mean over the run")
-    axes.legend(fontsize=8)
+    _legend(axes)
+
+
+def _legend(axes: Any, **where: Any) -> None:
+    """Of what is drawn: runs may be too short for anything, and matplotlib warns of an empty one."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8, **where)
 
 
 PLOTS: Final[dict[str, Callable[[Any, Sequence[RunResult]], None]]] = {
