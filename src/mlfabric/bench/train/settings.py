@@ -14,9 +14,9 @@ from mlfabric.units import goodput, parse_rate
 
 # Gradients of the task's model: 1,269,706 float32 numbers (`task.make_model`, checked there).
 MODEL_BYTES: Final = 5_078_824
-# Of the fastest link, unless asked otherwise. A transfer of the model takes 0.085 s then with its headers, as one
-# of the shipped scenarios' ResNet-50 (102 MB at 10 Gb/s) does: links that change every 5 s change as often per
-# transfer as the scenario says.
+# Of the fastest link, unless asked otherwise. A transfer of the model with its headers takes 0.085 s then, as
+# one of the shipped scenarios' ResNet-50 (102 MB at 10 Gb/s) does: links that change every 5 s change as
+# often per transfer as the scenario says.
 DEFAULT_RATE: Final = "500mbit"
 # Small, so that gradients of several workers are worth more than one's: of steps by 32 images one host needs
 # hardly more to 0.85 than four hosts together do.
