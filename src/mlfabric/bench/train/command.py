@@ -94,7 +94,8 @@ def command(
     run_once = simulate_run if virtual else make_run
     out = out / "simulated" if virtual else out
     if not virtual:
-        _, to_do = campaign.split_done(wish.runs(), out, read_run)
+        # Trials have folders of their own.
+        to_do = wish.runs() if tune else campaign.split_done(wish.runs(), out, read_run)[1]
         for each in strains(to_do, found):
             sys.stderr.write(f"mlfabric: {each}\n")
 
