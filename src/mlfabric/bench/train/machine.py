@@ -19,8 +19,10 @@ from mlfabric.bench.train.task import Batches, Fashion, loss_of, make_model
 PASSES: Final = 12
 WARM_UP: Final = 3
 # Of the processors, workers that never wait use as much in all for each second spent on gradients: 2.7 to 3.2
-# times where a gradient took 15 and 8 ms of two processors.
+# times where a gradient took 15 and 8 ms of two processors, 4 times on a machine whose kernel is slow, too.
+# So a share is told of before it is the largest that counts.
 ALL_BY_GRADIENTS: Final = 3.0
+TOLD_FROM: Final = 0.5
 
 
 def measure_gradient(data: Fashion, batch: int) -> float:
@@ -44,13 +46,13 @@ def strain(settings: RunSettings, gradient_s: float, processors: int) -> str | N
     """What is to be said where workers that never wait would keep this machine too busy; None: nothing."""
     found = ceilings(fit(scenarios.load(scenarios.find(settings.scenario)), settings), settings.limit_s)
     share = found.compute_per_s * gradient_s / processors
-    if ALL_BY_GRADIENTS * share <= MOST_CPU:
+    if ALL_BY_GRADIENTS * share <= TOLD_FROM:
         return None
     return (
         f"{settings.scenario}: a gradient takes {1000 * gradient_s:.0f} ms here, and workers that never wait "
         f"make {found.compute_per_s:.0f} a second; that keeps {processors} processors {share:.0%} busy with "
         f"gradients alone and some {ALL_BY_GRADIENTS:g} times as busy in all. Runs above {MOST_CPU:.0%} do "
-        "not count: take a slower --rate, a longer --compute or fewer --workers"
+        "not count: if they are, take a slower --rate, a longer --compute or fewer --workers"
     )
 
 
