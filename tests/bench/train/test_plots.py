@@ -27,4 +27,4 @@ def test_classes_are_apart_and_curves_are_at_a_target_when_runs_are() -> None:
 
 def test_runs_too_short_for_a_curve_are_drawn_without_one() -> None:
     for draw in PLOTS.values():
-        draw(Figure(), [some_result(some_settings(), [(2.0, 0.8)])])
+        draw(Figure(), [some_result(some_settings(), [(2.0, 0.8)], seconds=2.5)])

@@ -37,7 +37,7 @@ def _accuracy(figure: Any, runs: Sequence[RunResult]) -> None:
     kinds = list(dict.fromkeys(find_entry(name).kind for name in _names(runs)))
     figure.set_figwidth(max(figure.get_figwidth(), 4.5 * len(kinds)))
     panels = figure.subplots(1, len(kinds), sharex=True, sharey=True, squeeze=False)[0]
-    moments = np.geomspace(BEGINS_S, max(run.seconds for run in runs), MOMENTS)
+    moments = np.geomspace(BEGINS_S, max(2 * BEGINS_S, *(run.seconds for run in runs)), MOMENTS)
     ticks = [tick for tick in TICKS_S if moments[0] <= tick <= moments[-1]]
     for kind, axes in zip(kinds, panels, strict=True):
         mine = [run for run in runs if find_entry(run.settings.contender).kind == kind]
